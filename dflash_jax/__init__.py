@@ -1,0 +1,1 @@
+"""dflash_jax: block-diffusion speculative decoding in JAX."""

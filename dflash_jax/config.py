@@ -1,0 +1,409 @@
+"""Hyperparameters of targets and drafters: frozen, hashable, read from Hugging Face dicts.
+
+A config is the static field of its params, so two params with equal configs share an executable.
+Everything a checkpoint may spell in several ways is settled here, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = Mapping[str, Any]
+
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_TARGET_TYPES = ("qwen3", "llama")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of one model; formulas in `layers.rope_frequencies`.
+
+    `attention_factor` multiplies cos and sin (YaRN); `original_context` is the length before scaling.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    @staticmethod
+    def from_hf(config: Json, *, default_theta: float, who: str) -> RopeConfig:
+        """Read `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old).
+
+        Raises:
+          NotImplementedError: a rope type other than default, linear, llama3 or yarn.
+          ValueError: a scaled type without its factor.
+        """
+        nested = config.get("rope_parameters") or {}
+        scaling = {**(config.get("rope_scaling") or {}), **nested}
+        theta = float(scaling.get("rope_theta", config.get("rope_theta", default_theta)))
+        kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
+        if kind not in _ROPE_KINDS:
+            raise NotImplementedError(
+                f"{who}: rope type {kind!r} is not supported, wanted one of {', '.join(_ROPE_KINDS)}"
+            )
+        if float(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1:
+            raise NotImplementedError(f"{who}: partial_rotary_factor below 1 is not supported")
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        if "factor" not in scaling:
+            raise ValueError(f"{who}: rope type {kind!r} has no factor")
+        factor = float(scaling["factor"])
+        original = int(
+            scaling.get("original_max_position_embeddings")
+            or config.get("original_max_position_embeddings")
+            or config.get("max_position_embeddings", 0)
+        )
+        return RopeConfig(
+            kind=kind,
+            theta=theta,
+            factor=factor,
+            original_context=original,
+            low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+            high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+            truncate=bool(scaling.get("truncate", True)),
+        )
+
+
+def _yarn_attention_factor(scaling: Json, factor: float) -> float:
+    """YaRN's scale of cos and sin: given, or 0.1 ln(factor) + 1, or the ratio of two m-scales."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
+    return mscale(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """A dense target: Qwen3 (per-head q/k norm) or Llama (none).
+
+    `real_vocab` is the number of ids that may be emitted; rows of the head beyond it are padding.
+    """
+
+    model_type: str
+    vocab: int
+    width: int
+    ffn: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope: RopeConfig
+    max_context: int
+    is_tied: bool
+    has_qk_norm: bool
+    has_attention_bias: bool
+    real_vocab: int
+
+    @staticmethod
+    def from_hf(config: Json) -> TargetConfig:
+        """Read a flat `config.json`, or the `text_config` of a nested one.
+
+        Raises:
+          NotImplementedError: an architecture, activation or layer type that is not built.
+          ValueError: a missing key, or head counts that do not divide.
+        """
+        outer = config
+        config = {**config, **config["text_config"]} if "text_config" in config else config
+        kind = str(config.get("model_type") or outer.get("model_type"))
+        who = f"target config ({kind})"
+        if kind not in _TARGET_TYPES:
+            raise NotImplementedError(
+                f"target config: model_type {kind!r} is not supported, wanted one of "
+                f"{', '.join(_TARGET_TYPES)}"
+            )
+        _require_plain_layers(config, who)
+        heads = int(_get(config, "num_attention_heads", who))
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        width = int(_get(config, "hidden_size", who))
+        if heads % kv_heads:
+            raise ValueError(f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+        vocab = int(_get(config, "vocab_size", who))
+        return TargetConfig(
+            model_type=kind,
+            vocab=vocab,
+            width=width,
+            ffn=int(_get(config, "intermediate_size", who)),
+            num_layers=int(_get(config, "num_hidden_layers", who)),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=int(config.get("head_dim") or width // heads),
+            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf(
+                config, default_theta=1e6 if kind == "qwen3" else 1e4, who=who
+            ),
+            max_context=int(config.get("max_position_embeddings", 32768)),
+            is_tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
+            has_qk_norm=kind == "qwen3",
+            has_attention_bias=bool(config.get("attention_bias", False)),
+            real_vocab=vocab,
+        )
+
+
+def _require_plain_layers(config: Json, who: str) -> None:
+    """Reject what the dense layer does not compute: other activations, windows, MLP biases."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"{who}: hidden_act {config['hidden_act']!r}, supported: silu")
+    if config.get("mlp_bias"):
+        raise NotImplementedError(f"{who}: mlp_bias is not supported")
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise NotImplementedError(
+            f"{who}: layer types {sorted(kinds)} are not supported, wanted full_attention"
+        )
+    if config.get("use_sliding_window") and config.get("sliding_window"):
+        raise NotImplementedError(f"{who}: a sliding window in the target is not supported")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one drafter layer sees keys: causal inside the block or not, and its window (None: all)."""
+
+    is_causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A block-diffusion drafter with its own layers: `kind` is dflash or dflash2.
+
+    `block_rows` counts the anchor; rows 1.. are the drafts. `target_layer_ids` index decoder
+    layers by output. Head transforms: logits * output_multiplier, then soft-cap.
+    """
+
+    kind: str
+    vocab: int
+    width: int
+    ffn: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope: RopeConfig
+    max_context: int
+    has_attention_bias: bool
+    block_rows: int
+    mask_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    attention: tuple[LayerAttention, ...]
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    soft_cap: float | None = None
+    conv_taps: int = 0
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a full block: every row but the anchor's."""
+        return self.block_rows - 1
+
+    @property
+    def num_conv_groups(self) -> int:
+        return self.width // self.conv_group if self.conv_group else 0
+
+    @staticmethod
+    def from_hf(config: Json, *, num_target_layers: int | None = None) -> DraftConfig:
+        """Read z-lab and SpecForge forms: keys nested in `dflash_config` or flat.
+
+        Args:
+          config: the drafter's `config.json`.
+          num_target_layers: of the target, used where the config does not say.
+
+        Raises:
+          NotImplementedError: a drafter family or variant that is not built.
+          ValueError: a missing key or one that contradicts another.
+        """
+        kind = _drafter_kind(config)
+        who = f"drafter config ({kind})"
+        nested = config.get("dflash_config") or {}
+
+        def find(name: str, default: Any = _MISSING) -> Any:
+            if nested.get(name) is not None:
+                return nested[name]
+            if config.get(name) is not None:
+                return config[name]
+            if default is _MISSING:
+                raise ValueError(f"{who}: no {name}, in dflash_config or at top level")
+            return default
+
+        if find("attention_sink_bias", False):
+            raise NotImplementedError(f"{who}: attention_sink_bias is not supported")
+        if config.get("hidden_act", "silu") != "silu":
+            raise NotImplementedError(f"{who}: hidden_act {config['hidden_act']!r}, supported: silu")
+        num_layers = int(_get(config, "num_hidden_layers", who))
+        heads = int(_get(config, "num_attention_heads", who))
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise ValueError(f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+        layers_of_target = int(find("num_target_layers", num_target_layers or 0))
+        if not layers_of_target:
+            raise ValueError(f"{who}: no num_target_layers, and no target was given")
+        ids = find("target_layer_ids", None)
+        has_selector = kind == "dflash2"
+        soft_cap = find("final_logit_softcapping", None)
+        draft = DraftConfig(
+            kind=kind,
+            vocab=int(_get(config, "vocab_size", who)),
+            width=int(_get(config, "hidden_size", who)),
+            ffn=int(_get(config, "intermediate_size", who)),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=int(_get(config, "head_dim", who)),
+            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf(config, default_theta=1e6, who=who),
+            max_context=int(config.get("max_position_embeddings", 32768)),
+            has_attention_bias=bool(config.get("attention_bias", False)),
+            block_rows=int(find("block_size")),  # HF's block_size counts the anchor
+            mask_id=int(find("mask_token_id")),
+            target_layer_ids=tuple(ids) if ids else default_taps(layers_of_target, num_layers),
+            num_target_layers=layers_of_target,
+            attention=_layer_attention(config, nested, num_layers, who),
+            input_embedding_scale=float(find("input_embedding_scale", 1.0)),
+            output_multiplier=float(find("output_multiplier", 1.0))
+            * float(config.get("logit_scale") or 1.0),
+            soft_cap=float(soft_cap) if soft_cap else None,
+            conv_taps=int(find("conv_kernel_size")) if has_selector else 0,
+            conv_group=int(find("conv_group_size")) if has_selector else 0,
+            selector_rank=int(find("selector_rank")) if has_selector else 0,
+            selector_top_k=int(find("selector_top_k")) if has_selector else 0,
+        )
+        _check_draft(draft, who)
+        return draft
+
+
+@dataclass(frozen=True, slots=True)
+class RuleConfig:
+    """A drafter without weights: `kind` is none, prompt_lookup or oracle.
+
+    `ngram` is prompt lookup's match length. `inner_kind` names the drafter whose work an oracle
+    runs before it replaces the drafts, so that a forced acceptance costs what a real one does.
+    """
+
+    kind: str
+    max_drafts: int
+    ngram: int = 0
+    target_layer_ids: tuple[int, ...] = ()
+
+
+def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Layer-output ids when a config names none (spec/drafters.md §1, Python's rounding)."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_layers))
+
+
+def _get(config: Json, name: str, who: str) -> Any:
+    if config.get(name) is None:
+        raise ValueError(f"{who}: no {name}")
+    return config[name]
+
+
+_DRAFTER_KINDS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
+
+
+def _drafter_kind(config: Json) -> str:
+    """Family by `architectures` (spec/checkpoints.md §1); what is not built is named."""
+    if "speculators_model_type" in config:
+        raise NotImplementedError(
+            f"drafter config: speculators format ({config['speculators_model_type']}) is not "
+            "supported, wanted z-lab or SpecForge DFlash or DFlash2"
+        )
+    found = (config.get("architectures") or ["none given"])[0]
+    if found not in _DRAFTER_KINDS:
+        raise NotImplementedError(
+            f"drafter config: architecture {found!r} is not supported, wanted one of "
+            f"{', '.join(_DRAFTER_KINDS)}"
+        )
+    return _DRAFTER_KINDS[found]
+
+
+def _layer_attention(
+    config: Json, nested: Json, num_layers: int, who: str
+) -> tuple[LayerAttention, ...]:
+    """Window and causality a layer (spec/drafters.md §3.1, vLLM's priority).
+
+    A sliding layer without an explicit causality is causal in the block; a full one is not.
+    Hugging Face nulls `sliding_window` unless `use_sliding_window` is true.
+    """
+    kinds = tuple(config.get("layer_types") or ())
+    if not kinds:
+        first = int(config.get("max_window_layers", num_layers))
+        slides = bool(config.get("use_sliding_window"))
+        kinds = tuple(
+            "sliding_attention" if slides and i >= first else "full_attention"
+            for i in range(num_layers)
+        )
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise NotImplementedError(f"{who}: layer types {sorted(unknown)} are not supported")
+    if len(kinds) != num_layers:
+        raise ValueError(f"{who}: {len(kinds)} layer_types for {num_layers} layers")
+    window = nested.get("swa_window_size")
+    if window is None and config.get("use_sliding_window"):
+        window = config.get("sliding_window")
+    window = int(window) if window else None
+    causal = config.get("is_causal")
+    causal = nested.get("causal") if causal is None else causal
+    slides_everywhere = bool(nested.get("use_swa"))
+
+    def one(kind: str) -> LayerAttention:
+        is_sliding = kind == "sliding_attention"
+        return LayerAttention(
+            is_causal=is_sliding if causal is None else bool(causal),
+            window=window if is_sliding or slides_everywhere else None,
+        )
+
+    return tuple(one(kind) for kind in kinds)
+
+
+def _check_draft(draft: DraftConfig, who: str) -> None:
+    """The loader checks that need the config alone (spec/checkpoints.md §6)."""
+    if draft.block_rows < 2:
+        raise ValueError(f"{who}: block_size {draft.block_rows}, wanted at least 2 (anchor, draft)")
+    if not 0 <= draft.mask_id < draft.vocab:
+        raise ValueError(
+            f"{who}: mask_token_id {draft.mask_id} is outside the vocabulary of {draft.vocab}"
+        )
+    taps = draft.target_layer_ids
+    if list(taps) != sorted(set(taps)):
+        raise ValueError(f"{who}: target_layer_ids {list(taps)} are not strictly increasing")
+    if taps[0] < -1 or taps[-1] >= draft.num_target_layers:
+        raise ValueError(
+            f"{who}: target_layer_ids {list(taps)} leave the target's layers, "
+            f"-1..{draft.num_target_layers - 1}"
+        )
+    if draft.kind != "dflash2":
+        return
+    if not 1 <= draft.selector_top_k <= 16:
+        raise ValueError(f"{who}: selector_top_k {draft.selector_top_k}, supported: 1 to 16")
+    if not 1 <= draft.conv_taps <= 4:
+        raise ValueError(f"{who}: conv_kernel_size {draft.conv_taps}, supported: 1 to 4")
+    if draft.conv_group < 1 or draft.width % draft.conv_group:
+        raise ValueError(
+            f"{who}: conv_group_size {draft.conv_group} does not divide hidden_size {draft.width}"
+        )

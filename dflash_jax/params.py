@@ -1,0 +1,116 @@
+"""Weights as pytrees: what each array is, in the layout it is used in.
+
+Matrices keep the checkpoint's `[out, in]` and act as `y = x @ w.T`. q, k and v of a layer are one
+matrix, gate and up another. `config` is the static field, so jit keys on it.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+
+from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+
+
+@struct.dataclass
+class ConvParams:
+    """One grouped dynamic convolution of DFlash2 (spec/drafters.md §4.1)."""
+
+    base: jax.Array  # [2, taps, E]: prepare and finish; tap 0 is the row itself
+    projection: jax.Array  # [2 * taps * groups, E]: side slowest, group fastest
+
+
+@struct.dataclass
+class LayerParams:
+    """One decoder layer of a target or a drafter."""
+
+    input_norm: jax.Array  # [E]
+    qkv: jax.Array  # [(H + 2K) * D, E]: query rows, key rows, value rows
+    o: jax.Array  # [E, H * D]
+    post_norm: jax.Array  # [E], before the feed-forward
+    gate_up: jax.Array  # [2F, E]: gate rows, up rows
+    down: jax.Array  # [E, F]
+    q_norm: jax.Array | None = None  # [D]
+    k_norm: jax.Array | None = None  # [D]
+    qkv_bias: jax.Array | None = None  # [(H + 2K) * D]
+    o_bias: jax.Array | None = None  # [E]
+    attention_conv: ConvParams | None = None
+    mlp_conv: ConvParams | None = None
+
+
+@struct.dataclass
+class TargetParams:
+    """A dense target."""
+
+    embed: jax.Array  # [V, E]
+    layers: tuple[LayerParams, ...]
+    norm: jax.Array  # [E]
+    head: jax.Array | None  # [V, E]; None: tied to `embed`
+    config: TargetConfig = struct.field(pytree_node=False)
+
+    @property
+    def lm_head(self) -> jax.Array:
+        """[V, E]; the embedding when tied."""
+        return self.embed if self.head is None else self.head
+
+
+@struct.dataclass
+class SelectorParams:
+    """DFlash2's candidate selector (spec/drafters.md §4.2)."""
+
+    hidden_projection: jax.Array  # [rank, E]
+    predecessor: jax.Array  # [V, rank]
+    successor: jax.Array  # [V, rank]
+
+
+@struct.dataclass
+class DraftParams:
+    """A DFlash or DFlash2 drafter; embedding and head are the target's.
+
+    `fused_kv` repeats the key and value rows of every layer's `qkv`, so that all layers' context
+    keys come from one product; 2 % of the drafter's bytes buys four launches a step.
+    """
+
+    fc: jax.Array  # [E, M * E_target]
+    hidden_norm: jax.Array  # [E]
+    fused_kv: jax.Array  # [L * 2 * K * D, E]: keys and values of layer 0, of layer 1, ...
+    fused_kv_bias: jax.Array | None  # [L * 2 * K * D]
+    layers: tuple[LayerParams, ...]
+    norm: jax.Array  # [E]
+    selector: SelectorParams | None
+    config: DraftConfig = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class RuleParams:
+    """A drafter that follows a rule: none, prompt lookup, or an oracle.
+
+    An oracle reads its drafts from `tokens` by absolute position and spoils the one at `poison_at`,
+    so that exactly `poison_at` drafts are accepted; a value of `num_drafts` spoils none. Both are
+    data: every k shares one executable. `inner` is a drafter that runs first, for its cost alone.
+    """
+
+    tokens: jax.Array | None  # i32[B, S]
+    poison_at: jax.Array | None  # i32[B]
+    inner: DraftParams | None
+    config: RuleConfig = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Params:
+    """A pair: the target that must be matched and the drafter that guesses."""
+
+    target: TargetParams
+    draft: DraftParams | RuleParams
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter reads."""
+        return backbone_params(self.draft).config.target_layer_ids
+
+
+def backbone_params(draft: DraftParams | RuleParams) -> DraftParams | RuleParams:
+    """The drafter that owns layers and pools: an oracle's inner one, else itself."""
+    if isinstance(draft, RuleParams) and draft.inner is not None:
+        return draft.inner
+    return draft
