@@ -1,8 +1,9 @@
 """safetensors files: a checked, memory-mapped reader and an atomic writer.
 
-A tensor comes back as a read-only NumPy view of the mapped file, in its own dtype (`ml_dtypes` names bf16 and the
-float8 kinds), so reading a checkpoint costs address space and no memory. The library's own NumPy loader knows neither.
-A file is data from a stranger: every number of its header is checked against the file before a view is made.
+A tensor comes back as a read-only NumPy view of the mapped file, in its own dtype (`ml_dtypes`
+names bf16 and the float8 kinds, which the library's own NumPy loader does not know), so reading a
+checkpoint costs address space and no memory. A file is data from a stranger: every number of its
+header is checked against the file before a view is made.
 """
 
 import json
@@ -47,11 +48,15 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise FileNotFoundError(f"{path}: no such safetensors file")
     size = path.stat().st_size
     if size < 8:
-        raise ValueError(f"{path}: {size} bytes, a safetensors file starts with an 8-byte header length")
+        raise ValueError(
+            f"{path}: {size} bytes, a safetensors file starts with an 8-byte header length"
+        )
     data = np.memmap(path, dtype=np.uint8, mode="r")
     header_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: header of {header_bytes} bytes, the format allows {MAX_HEADER_BYTES}")
+        raise ValueError(
+            f"{path}: header of {header_bytes} bytes, the format allows {MAX_HEADER_BYTES}"
+        )
     if 8 + header_bytes > size:
         raise ValueError(f"{path}: header of {header_bytes} bytes in a file of {size} (truncated?)")
     header = _parse_header(path, data[8 : 8 + header_bytes].tobytes())
@@ -65,18 +70,23 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return read_file(folder / SINGLE_NAME)
     index = folder / INDEX_NAME
     if not index.is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} (found: {found or 'nothing'})")
+        names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else ["no such folder"]
+        found = ", ".join(names[:8]) or "nothing"
+        raise FileNotFoundError(
+            f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} (found: {found})"
+        )
     return _read_shards(folder, _read_index(index))
 
 
-def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors (NumPy or JAX arrays) under a temporary name, then rename: never half a file."""
+def write_file(
+    path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: dict[str, str] | None = None
+) -> None:
+    """Write NumPy or JAX arrays under a temporary name, then rename: never half a file."""
     from safetensors.numpy import save_file  # only writers need the library
 
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    arrays = {name: np.ascontiguousarray(np.asarray(x)).reshape(np.shape(x)) for name, x in tensors.items()}
+    arrays = {name: np.asarray(x, order="C") for name, x in tensors.items()}
     try:
         save_file(arrays, temporary, metadata=metadata)
         os.replace(temporary, path)
@@ -110,22 +120,27 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _views(path: Path, header: dict[str, Any], data: np.ndarray, start: int) -> dict[str, np.ndarray]:
-    entries = sorted((_entry(path, name, spec) for name, spec in header.items()), key=lambda e: e[3:])
+def _views(
+    path: Path, header: dict[str, Any], data: np.ndarray, start: int
+) -> dict[str, np.ndarray]:
+    entries = [_entry(path, name, spec) for name, spec in header.items()]
+    entries.sort(key=lambda entry: entry[3:])
     views, expected, previous = {}, 0, "the header"
     for name, dtype, shape, begin, end in entries:
-        # The format has no holes: a begin other than the last end is an overlap or a gap, and either means damage.
+        where = f"{path}: tensor {name!r}"
+        # The format has no holes: a begin other than the last end is an overlap or a gap.
         if begin != expected:
             what = "overlaps" if begin < expected else "leaves a hole after"
-            raise ValueError(f"{path}: tensor {name!r} at bytes {begin}..{end} {what} {previous}, which ends at {expected}")
+            raise ValueError(f"{where} at bytes {begin}..{end} {what} {previous} at {expected}")
         if start + end > data.size:
-            raise ValueError(
-                f"{path}: tensor {name!r} ends at byte {end} of the data, the file holds {data.size - start} (truncated?)"
-            )
+            held = data.size - start
+            raise ValueError(f"{where} ends at byte {end} of the data, the file holds {held}")
         views[name] = np.ndarray(shape, dtype, buffer=data, offset=start + begin)
         expected, previous = end, f"tensor {name!r}"
     if start + expected != data.size:
-        raise ValueError(f"{path}: {data.size - start} bytes of data, the header describes {expected}")
+        raise ValueError(
+            f"{path}: {data.size - start} bytes of data, the header describes {expected}"
+        )
     return {name: views[name] for name in header}
 
 
@@ -133,7 +148,9 @@ def _entry(path: Path, name: str, spec: Any) -> tuple[str, np.dtype, tuple[int, 
     """Check one header entry by itself; its place among the others is `_views`' business."""
     where = f"{path}: tensor {name!r}"
     if not isinstance(spec, dict) or not {"dtype", "shape", "data_offsets"} <= spec.keys():
-        raise ValueError(f"{where} is described by {str(spec)[:80]}, want dtype, shape and data_offsets")
+        raise ValueError(
+            f"{where} is described by {str(spec)[:80]}, want dtype, shape and data_offsets"
+        )
     dtype = DTYPES.get(spec["dtype"]) if isinstance(spec["dtype"], str) else None
     if dtype is None:
         raise ValueError(f"{where} has dtype {spec['dtype']!r}, known are {', '.join(DTYPES)}")
@@ -144,9 +161,8 @@ def _entry(path: Path, name: str, spec: Any) -> tuple[str, np.dtype, tuple[int, 
         raise ValueError(f"{where} has data_offsets {str(offsets)[:80]}, want [begin, end]")
     wanted = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != wanted:
-        raise ValueError(
-            f"{where} takes {offsets[1] - offsets[0]} bytes, its {spec['dtype']} shape {shape} needs {wanted}"
-        )
+        taken = offsets[1] - offsets[0]
+        raise ValueError(f"{where} takes {taken} bytes, {spec['dtype']} {shape} needs {wanted}")
     return name, dtype, tuple(shape), offsets[0], offsets[1]
 
 
@@ -176,9 +192,13 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, np.ndarr
             raise FileNotFoundError(f"{index}: shard {shard} is missing")
         for name, tensor in read_file(folder / shard).items():
             if name in owner:
-                raise ValueError(f"{index}: tensor {name!r} is in {owner[name]} and again in {shard}")
+                raise ValueError(
+                    f"{index}: tensor {name!r} is in {owner[name]} and again in {shard}"
+                )
             owner[name], tensors[name] = shard, tensor
     for name, shard in weight_map.items():
         if owner.get(name) != shard:
-            raise ValueError(f"{index}: tensor {name!r} should be in {shard}, found {owner.get(name, 'nowhere')}")
+            raise ValueError(
+                f"{index}: tensor {name!r} should be in {shard}, found {owner.get(name, 'nowhere')}"
+            )
     return tensors
