@@ -1,0 +1,1 @@
+"""Tables (rich) and plots (matplotlib) of a `Stats`; imported when drawn."""
