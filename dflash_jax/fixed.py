@@ -1,0 +1,243 @@
+"""`Fixed`: everything about a decode that never changes shape, and `plan`, which chooses it.
+
+In the engine these names come from, each was an address that captured graphs bake in; here each is
+a shape that a compiled step bakes in. Equal `Fixed` means the same executable.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype name of an array that some carrier holds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttnMetadataSpec:
+    """Sizes of the attention metadata of one step form."""
+
+    rows: int  # N, all sequences together
+    sequences: int  # B
+    pages: int  # P, pages a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFixed:
+    """Arrays of a bound multi-token-prediction head, which keeps its own cache."""
+
+    embed: ArraySpec
+    meta: AttnMetadataSpec
+    k_pool: ArraySpec
+    v_pool: ArraySpec
+    block_size: int
+    cache_stride: int
+    vocab: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The 16 static names; `Buffers` holds a live twin of each that is an array."""
+
+    hidden: ArraySpec  # [W, E] final-norm rows of a step; W is the longest prefill chunk or N
+    residual: ArraySpec  # [W, E] residual stream before the final norm
+    logits: ArraySpec  # f32[N, V] of the verify rows
+    tokens: ArraySpec  # i32[W] ids that entered the step
+    meta: AttnMetadataSpec  # one sequence, one row
+    batch_meta: AttnMetadataSpec  # every sequence, one row each
+    verify_meta: AttnMetadataSpec  # one sequence, anchor and drafts
+    verify_batch_meta: AttnMetadataSpec  # every sequence, anchor and drafts
+    draft: DraftFixed | None  # None: no multi-token-prediction head is bound
+    verify_wy_tables: ArraySpec | None  # i32[B] GDN state slot a sequence; None: no GDN layer
+    verify_batch_tokens: ArraySpec  # i32[N] argmax of each verify row
+    ffn_act_q8: ArraySpec | None  # None: no quantised feed-forward exists yet
+    k_pools: tuple[ArraySpec, ...]  # one an attention layer: the target's, then the drafter's
+    v_pools: tuple[ArraySpec, ...]
+    block_size: int  # tokens a page (the seeds' name; read it as `page_size`)
+    cache_stride: int  # elements between consecutive pages of the target's pools
+
+    @property
+    def page_size(self) -> int:
+        return self.block_size
+
+    @property
+    def batch(self) -> int:
+        return self.verify_batch_meta.sequences
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows a sequence in one step: the anchor and the drafts."""
+        return self.verify_batch_meta.rows // self.batch
+
+    @property
+    def num_drafts(self) -> int:
+        return self.verify_rows - 1
+
+    @property
+    def num_rows(self) -> int:
+        """N, the flattened rows of a step."""
+        return self.verify_batch_meta.rows
+
+    @property
+    def max_rows(self) -> int:
+        """W, rows of the widest call: the longest prefill chunk, or a step."""
+        return self.hidden.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k_pools[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one sequence that the block table can address."""
+        return self.verify_batch_meta.pages * self.page_size
+
+    @property
+    def step_meta(self) -> AttnMetadataSpec:
+        """The form a decode step takes: by batch (one, many) and by rows (plain, verify)."""
+        if self.verify_rows == 1:
+            return self.meta if self.batch == 1 else self.batch_meta
+        return self.verify_meta if self.batch == 1 else self.verify_batch_meta
+
+
+def pool_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """The one place that orders a pool's axes: [pages, K, page_size, D]."""
+    return (num_pages, num_kv_heads, page_size, head_dim)
+
+
+def plan(
+    target: TargetConfig,
+    draft: DraftConfig | RuleConfig,
+    *,
+    batch: int = 1,
+    max_context: int,
+    num_drafts: int | None = None,
+    page_size: int = 64,
+    prefill_chunk: int = 512,
+    num_pages: int | None = None,
+    dtype: str = "bfloat16",
+    inner: DraftConfig | None = None,
+) -> Fixed:
+    """Choose every static size of a decode.
+
+    Args:
+      target: config of the target.
+      draft: config of the drafter; its `max_drafts` is the default for `num_drafts`.
+      batch: sequences decoded together.
+      max_context: prompt and new tokens of the longest sequence.
+      num_drafts: drafts a step; a trained block may be shortened, never lengthened.
+      page_size: tokens a KV page, a power of two from 4.
+      prefill_chunk: most prompt tokens a prefill call takes, a power of two.
+      num_pages: pages of each pool; by default every sequence can fill its block table.
+      dtype: of pools and activations, that of the weights.
+      inner: config of the drafter an oracle runs.
+
+    Raises:
+      ValueError: a size outside what is stated above, or a pair that cannot work together.
+    """
+    num_drafts = draft.max_drafts if num_drafts is None else num_drafts
+    _check_sizes(target, draft, batch, max_context, num_drafts, page_size, prefill_chunk, num_pages)
+    layers = inner or draft
+    if isinstance(layers, DraftConfig):
+        check_pair(target, layers)
+    rows, pages = num_drafts + 1, -(-max_context // page_size)
+    num_rows = batch * rows
+    num_pages = batch * pages if num_pages is None else num_pages
+    width = max(prefill_chunk, num_rows)
+    pool = ArraySpec(
+        pool_shape(num_pages, page_size, target.num_kv_heads, target.head_dim), dtype
+    )
+    pools = (pool,) * target.num_layers
+    if isinstance(layers, DraftConfig):
+        shape = pool_shape(num_pages, page_size, layers.num_kv_heads, layers.head_dim)
+        pools += (ArraySpec(shape, dtype),) * layers.num_layers
+    return Fixed(
+        hidden=ArraySpec((width, target.width), dtype),
+        residual=ArraySpec((width, target.width), dtype),
+        logits=ArraySpec((num_rows, target.vocab), "float32"),
+        tokens=ArraySpec((width,), "int32"),
+        meta=AttnMetadataSpec(1, 1, pages),
+        batch_meta=AttnMetadataSpec(batch, batch, pages),
+        verify_meta=AttnMetadataSpec(rows, 1, pages),
+        verify_batch_meta=AttnMetadataSpec(num_rows, batch, pages),
+        draft=None,
+        verify_wy_tables=None,
+        verify_batch_tokens=ArraySpec((num_rows,), "int32"),
+        ffn_act_q8=None,
+        k_pools=pools,
+        v_pools=pools,
+        block_size=page_size,
+        cache_stride=math.prod(pool.shape[1:]),
+    )
+
+
+def _check_sizes(
+    target: TargetConfig,
+    draft: DraftConfig | RuleConfig,
+    batch: int,
+    max_context: int,
+    num_drafts: int,
+    page_size: int,
+    prefill_chunk: int,
+    num_pages: int | None,
+) -> None:
+    if batch < 1:
+        raise ValueError(f"plan: batch is {batch}, wanted at least 1")
+    if page_size < 4 or page_size & (page_size - 1):
+        raise ValueError(f"plan: page_size is {page_size}, wanted a power of two from 4")
+    if prefill_chunk < 1 or prefill_chunk & (prefill_chunk - 1):
+        raise ValueError(f"plan: prefill_chunk is {prefill_chunk}, wanted a power of two")
+    if not 0 <= num_drafts <= draft.max_drafts:
+        raise ValueError(
+            f"plan: num_drafts is {num_drafts}, the {draft.kind} drafter offers 0 to "
+            f"{draft.max_drafts}"
+        )
+    if max_context < 2:
+        raise ValueError(f"plan: max_context is {max_context}, wanted at least 2")
+    if max_context > target.max_context:
+        raise ValueError(
+            f"plan: max_context is {max_context}, the target was built for {target.max_context}"
+        )
+    if num_pages is not None and num_pages < 1:
+        raise ValueError(f"plan: num_pages is {num_pages}, wanted at least 1")
+
+
+def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+    """Raise ValueError when a drafter was not made for a target (spec/checkpoints.md §6)."""
+    facts: tuple[tuple[str, Any, Any], ...] = (
+        ("hidden_size", draft.width, target.width),
+        ("vocab_size", draft.vocab, target.vocab),
+        ("num_target_layers", draft.num_target_layers, target.num_layers),
+    )
+    for name, of_draft, of_target in facts:
+        if of_draft != of_target:
+            raise ValueError(
+                f"drafter and target do not fit: {name} is {of_draft} for the drafter and "
+                f"{of_target} for the target"
+            )
+    if draft.target_layer_ids[-1] > target.num_layers - 1:
+        raise ValueError(
+            f"drafter and target do not fit: target_layer_ids {list(draft.target_layer_ids)} for a "
+            f"target of {target.num_layers} layers"
+        )
+    if not 0 <= draft.mask_id < target.vocab:
+        raise ValueError(
+            f"drafter and target do not fit: mask_token_id {draft.mask_id} is outside the "
+            f"vocabulary of {target.vocab}"
+        )

@@ -1,0 +1,118 @@
+"""`DflashScratch`: the drafter's 27 working arrays, each under the name the field knows it by.
+
+Donated and carried: a stage fills its fields and hands the struct on, with equal shapes. Every
+layer overwrites them, so that after a step they hold the last layer. None means that the drafter
+has no such head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.config import DraftConfig, RuleConfig
+from dflash_jax.fixed import ArraySpec, Fixed
+
+SELECTOR_CANDIDATES = 16  # width of sel_*; a smaller selector_top_k masks the rest
+
+
+@struct.dataclass
+class DflashScratch:
+    """Working arrays of one propose. N = B*R block rows, J = B*num_drafts draft rows, W context rows.
+
+    Integers are i32 (the seeds' slots are i64; x64 stays off), arguments and the event u32.
+    """
+
+    # block stream
+    stream_buf: jax.Array | None  # [N, E] residual stream
+    norm_buf: jax.Array | None  # [N, E] final-norm rows
+    q_buf: jax.Array | None  # [N, H*D] queries, normed and rotated
+    k_buf: jax.Array | None  # [N, K*D] block keys, normed and rotated
+    v_buf: jax.Array | None  # [N, K*D] block values
+    attn_out: jax.Array | None  # [N, H*D] attention before o_proj
+    mlp_intermediate: jax.Array | None  # [N, F] silu(gate) * up
+    mlp_up: jax.Array | None  # [N, F] up
+    stream_acc: jax.Array | None  # [N, E] what the feed-forward adds to the stream
+    # context
+    fc_proj: jax.Array | None  # [W, E] context rows after fc and hidden_norm
+    fused_kv_out: jax.Array | None  # [W, L*2*K*D] their keys and values, before norm and rope
+    slot_mapping_dev: jax.Array | None  # i32[W] slots the context rows were written to
+    precompute_in: jax.Array | None  # [W, M*E] target features of the rows
+    # positions
+    option_b_indirect_args_dev: jax.Array  # u32[B, 3] kv_len, q_offset, q_rope_pos
+    position_ids: jax.Array  # i32[N] absolute positions of the block rows
+    # tokens out
+    draft_tokens_host_pinned: jax.Array  # i32[N] copy of the block that the host may read
+    draft_tokens_event: jax.Array  # u32[] steps proposed so far: wait for it, then read
+    draft_tokens_dev: jax.Array  # i32[N] anchor and drafts
+    logits: jax.Array | None  # f32[J, V] drafter logits, transformed; the anchor's row has none
+    # DSpark
+    markov_embed: jax.Array | None  # [B, rank] latent of the last predecessor
+    markov_bias: jax.Array | None  # [B, V] its bias
+    conf_out: jax.Array | None  # f32[B, R] confidence logits
+    # DFlash2
+    conv_dyn: jax.Array | None  # [N, 2*taps*groups] dynamic kernels: side, tap, group
+    conv_tmp: jax.Array | None  # [N, E] output of the last convolution
+    sel_vals: jax.Array | None  # f32[J, 16] candidate logits, descending
+    sel_idx: jax.Array | None  # i32[J, 16] their token ids
+    sel_hproj: jax.Array | None  # f32[J, rank] projected hidden rows
+
+
+def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
+    """Shape and dtype of each scratch field for a drafter; None where it has no such head."""
+    rows, width = fixed.num_rows, fixed.max_rows
+    specs: dict[str, ArraySpec | None] = dict.fromkeys(DflashScratch.__dataclass_fields__)
+    specs.update(
+        option_b_indirect_args_dev=ArraySpec((fixed.batch, 3), "uint32"),
+        position_ids=ArraySpec((rows,), "int32"),
+        draft_tokens_host_pinned=ArraySpec((rows,), "int32"),
+        draft_tokens_event=ArraySpec((), "uint32"),
+        draft_tokens_dev=ArraySpec((rows,), "int32"),
+    )
+    if not isinstance(draft, DraftConfig):
+        return specs
+    dtype = fixed.hidden.dtype
+    q, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    drafts = fixed.batch * fixed.num_drafts
+    taps = len(draft.target_layer_ids)
+    block = {
+        "stream_buf": draft.width,
+        "norm_buf": draft.width,
+        "q_buf": q,
+        "k_buf": kv,
+        "v_buf": kv,
+        "attn_out": q,
+        "mlp_intermediate": draft.ffn,
+        "mlp_up": draft.ffn,
+        "stream_acc": draft.width,
+    }
+    specs.update({name: ArraySpec((rows, size), dtype) for name, size in block.items()})
+    specs.update(
+        fc_proj=ArraySpec((width, draft.width), dtype),
+        fused_kv_out=ArraySpec((width, draft.num_layers * 2 * kv), dtype),
+        slot_mapping_dev=ArraySpec((width,), "int32"),
+        precompute_in=ArraySpec((width, taps * draft.width), dtype),
+        logits=ArraySpec((drafts, draft.vocab), "float32"),
+    )
+    if draft.kind == "dflash2":
+        kernels = 2 * draft.conv_taps * draft.num_conv_groups
+        specs.update(
+            conv_dyn=ArraySpec((rows, kernels), dtype),
+            conv_tmp=ArraySpec((rows, draft.width), dtype),
+            sel_vals=ArraySpec((drafts, SELECTOR_CANDIDATES), "float32"),
+            sel_idx=ArraySpec((drafts, SELECTOR_CANDIDATES), "int32"),
+            sel_hproj=ArraySpec((drafts, draft.selector_rank), "float32"),
+        )
+    return specs
+
+
+def init_scratch(draft: DraftConfig | RuleConfig, *, fixed: Fixed) -> DflashScratch:
+    """Scratch of zeros for a drafter's config (an oracle's: that of its inner drafter)."""
+    specs = scratch_specs(draft, fixed)
+    return DflashScratch(
+        **{
+            name: None if spec is None else jnp.zeros(spec.shape, spec.dtype)
+            for name, spec in specs.items()
+        }
+    )

@@ -1,0 +1,96 @@
+"""What a decode carries: `DecodeState` (what sequences mean) and `Buffers` (arrays of fixed shape)."""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.fixed import Fixed
+from dflash_jax.metadata import AttnMetadata, init_metadata
+
+MAX_STOP_IDS = 16
+
+
+class Status(enum.IntEnum):
+    """Why a sequence is where it is; written on the device, read by `engine`."""
+
+    EMPTY = 0  # no prompt yet
+    ACTIVE = 1
+    STOP = 2  # a stop token was committed
+    LENGTH = 3  # the token budget is used up
+    CONTEXT = 4  # no page is left for the next token
+    NON_FINITE = 5  # the target's logits were not finite
+
+
+@struct.dataclass
+class DecodeState:
+    """Sequences: their tokens, how many are committed, and what still may be emitted.
+
+    `tokens[b, :seq_lens[b] + 1]` is the sequence, its last entry the anchor.
+    """
+
+    tokens: jax.Array  # i32[B, S + 1]
+    seq_lens: jax.Array  # i32[B] committed tokens, whose K/V is in the pools
+    anchor: jax.Array  # i32[B] last token, not yet through the target
+    remaining: jax.Array  # i32[B] tokens that may still be emitted
+    max_lens: jax.Array  # i32[B] tokens its pages hold
+    keep: jax.Array  # i32[B] drafts that may be kept a step; 0 is plain decoding
+    stop_ids: jax.Array  # i32[B, 16], -1 padded
+    status: jax.Array  # i32[B], a Status
+    num_steps: jax.Array  # i32[] cycles run
+
+    @property
+    def is_active(self) -> jax.Array:
+        """bool[B]"""
+        return self.status == Status.ACTIVE
+
+
+@struct.dataclass
+class Buffers:
+    """Live twins of what `Fixed` describes."""
+
+    hidden: jax.Array  # [W, E]
+    residual: jax.Array  # [W, E]
+    logits: jax.Array  # f32[N, V]
+    tokens: jax.Array  # i32[W]
+    meta: AttnMetadata  # of the last step, in the form `Fixed.step_meta`; its block_table is the one
+    verify_batch_tokens: jax.Array  # i32[N]
+    k_pools: tuple[jax.Array, ...]  # [pages, K, page_size, D] each
+    v_pools: tuple[jax.Array, ...]
+
+
+def init_state(fixed: Fixed) -> DecodeState:
+    """A batch of empty sequences."""
+    per_sequence = jnp.zeros((fixed.batch,), jnp.int32)
+    return DecodeState(
+        tokens=jnp.zeros((fixed.batch, fixed.capacity + 1), jnp.int32),
+        seq_lens=per_sequence,
+        anchor=jnp.zeros_like(per_sequence),
+        remaining=jnp.zeros_like(per_sequence),
+        max_lens=jnp.zeros_like(per_sequence),
+        keep=jnp.full_like(per_sequence, fixed.num_drafts),
+        stop_ids=jnp.full((fixed.batch, MAX_STOP_IDS), -1, jnp.int32),
+        status=jnp.full_like(per_sequence, Status.EMPTY),
+        num_steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def init_buffers(fixed: Fixed) -> Buffers:
+    """Buffers of zeros with an empty block table."""
+
+    def zeros(spec):
+        return jnp.zeros(spec.shape, spec.dtype)
+
+    return Buffers(
+        hidden=zeros(fixed.hidden),
+        residual=zeros(fixed.residual),
+        logits=zeros(fixed.logits),
+        tokens=zeros(fixed.tokens),
+        meta=init_metadata(fixed.step_meta),
+        verify_batch_tokens=zeros(fixed.verify_batch_tokens),
+        k_pools=tuple(map(zeros, fixed.k_pools)),
+        v_pools=tuple(map(zeros, fixed.v_pools)),
+    )
