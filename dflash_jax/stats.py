@@ -1,4 +1,4 @@
-"""What a decode did: counts of every cycle, times, and the figures the field quotes, each with its definition.
+"""What a decode did: counts of every cycle, times, and the field's figures with their definitions.
 
 Host side and NumPy only. A `Stats` covers one sequence or many; `Stats.merged` joins them.
 Counts are kept per cycle and sequence, so that every figure can be computed again from the object.
@@ -18,8 +18,8 @@ DEFINITIONS = {
     "tau": "tokens committed a cycle, bonus token included, mean over cycles",
     "draft_acceptance_rate": "drafts accepted / drafts proposed",
     "accepted_per_cycle": "drafts accepted a cycle, bonus token not counted, mean over cycles",
-    "tokens_per_second": "tokens after each sequence's first / seconds of decoding, compile excluded",
-    "ttft_seconds": "from the start of a sequence's prefill to its first token, compile excluded",
+    "tokens_per_second": "tokens after each sequence's first / seconds of decoding, no compile",
+    "ttft_seconds": "from the start of a sequence's prefill to its first token, no compile",
     "cumulative": "cycles that accepted drafts 1..j / cycles that proposed draft j",
     "conditional": "cycles that accepted drafts 1..j / cycles that proposed j and accepted 1..j-1",
 }
@@ -103,8 +103,8 @@ class Stats:
             return None
         return (
             f"low acceptance: {self.accepted_per_cycle:.2f} drafts accepted a cycle over "
-            f"{self.num_cycles} cycles (below {LOW_ACCEPTANCE}); is drafter {self.drafter!r} made for "
-            "this target, and for this chat mode?"
+            f"{self.num_cycles} cycles (below {LOW_ACCEPTANCE}); is drafter {self.drafter!r} made "
+            "for this target, and for this chat mode?"
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -137,6 +137,9 @@ class Stats:
             ("by position", " ".join(_number(x, 2) for x in cumulative), DEFINITIONS["cumulative"]),
             ("histogram", " ".join(map(str, self.histogram())), "cycles that accepted 0, 1, 2 ..."),
         ]
+
+    def title(self) -> str:
+        return f"drafter {self.drafter}: {self.num_cycles} cycles of up to {self.num_drafts} drafts"
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -200,8 +203,8 @@ class Stats:
 
         Args:
           parts: at least one, of the same drafter and num_drafts.
-          decode_seconds: wall time of the whole; by default the sum of the parts', which is right for
-            parts that ran one after another and not for sequences of one batch.
+          decode_seconds: wall time of the whole; by default the sum of the parts', right for parts
+            that ran one after another, wrong for sequences of one batch.
         """
         if not parts:
             raise ValueError("Stats.merged: no parts given, wanted at least one")

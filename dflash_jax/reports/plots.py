@@ -14,12 +14,12 @@ def acceptance(stats: Stats):
     left, right = figure.subplots(1, 2)
     left.plot(position, cumulative, "o-", label="cumulative (1..j accepted)")
     left.plot(position, conditional, "s--", label="conditional (j given 1..j-1)")
-    left.set(xlabel="draft position j", ylabel="share of cycles", ylim=(0, 1.02))
+    left.set(xlabel="draft position j", ylabel="share of cycles", ylim=(0, 1.02), xticks=position)
     left.set_title(f"{stats.drafter}: acceptance by position")
     if stats.num_drafts:
         left.legend(fontsize="small")
     right.bar(np.arange(stats.num_drafts + 1), stats.histogram())
-    right.set(xlabel="drafts accepted in a cycle", ylabel="cycles")
+    right.set(xlabel="drafts accepted in a cycle", ylabel="cycles", xticks=[0, *position])
     right.set_title(f"tau {stats.tau:.2f} tokens a cycle, bonus included")
     return figure
 
