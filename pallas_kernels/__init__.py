@@ -1,0 +1,45 @@
+"""Few-row ops of block-diffusion decoding: one op a name, `impl` picks its implementation.
+
+Every op is a pure function of arrays whose row bits depend on that row's inputs and on static
+shapes only, so that a token decodes to the same bits whatever shares its batch.
+"""
+
+from pallas_kernels._launch import IMPLS, MASK_VALUE
+from pallas_kernels.dynamic_conv import dynamic_conv, dynamic_conv_xla
+from pallas_kernels.paged_attention import paged_attention, paged_attention_xla
+from pallas_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_xla
+from pallas_kernels.skinny_matmul import (
+    skinny_matmul,
+    skinny_matmul_swiglu,
+    skinny_matmul_swiglu_xla,
+    skinny_matmul_xla,
+)
+from pallas_kernels.top16_selector import (
+    CANDIDATES,
+    argmax_rows,
+    selector_walk,
+    selector_walk_xla,
+    top16,
+    top16_xla,
+)
+
+__all__ = [
+    "CANDIDATES",
+    "IMPLS",
+    "MASK_VALUE",
+    "argmax_rows",
+    "dynamic_conv",
+    "dynamic_conv_xla",
+    "paged_attention",
+    "paged_attention_xla",
+    "reshape_and_cache",
+    "reshape_and_cache_xla",
+    "selector_walk",
+    "selector_walk_xla",
+    "skinny_matmul",
+    "skinny_matmul_swiglu",
+    "skinny_matmul_swiglu_xla",
+    "skinny_matmul_xla",
+    "top16",
+    "top16_xla",
+]

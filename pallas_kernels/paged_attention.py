@@ -1,0 +1,205 @@
+"""Attention of block rows over the pages of their sequences.
+
+Pools are `[pages, K, page_size, D]`; block_table names the pages of each sequence in order. Query
+row r stands at key index q_offset + r. Scores and softmax are f32; what is masked is also read as
+zero, since 0 * NaN is NaN, and contributes exact zeros, so that a row's bits depend on its own
+inputs and on static shapes only.
+
+Few rows (decode, verify) attend in one shot over the whole static capacity. Many rows (prefill)
+go through segments of keys at absolute positions with an online softmax (Milakov and Gimelshein,
+2018); segments that no row can see are skipped, with the bits of masking them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._launch import (
+    MASK_VALUE,
+    check_dtype,
+    check_float,
+    check_rank,
+    check_shape,
+    dispatch,
+    dot_precision,
+    show,
+)
+
+_ONE_SHOT_ROWS = 64  # above this the scores of the whole capacity would be the largest array
+_SEGMENT_KEYS = 1024  # keys a step of the segmented form reads, at least one page
+
+
+def paged_attention(
+    q,
+    k_pool,
+    v_pool,
+    block_table,
+    args,
+    *,
+    is_causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> jax.Array:
+    """Attend from block rows to the keys that their sequences have in the pools.
+
+    Args:
+      q: bf16|f32[B, R, H, D] query rows, RoPE applied.
+      k_pool, v_pool: float[pages, K, page_size, D], read as the dtype of `q`.
+      block_table: i32[B, P] pages of each sequence, -1 = no page: its keys do not exist.
+      args: u32[B, 3] = (kv_len, q_offset, q_rope_pos): keys 0..kv_len-1 exist, row r stands at key
+        q_offset + r. The third is for kernels that apply RoPE and is not read here.
+      is_causal: whether a row sees only keys up to its own position.
+      window: a row sees keys less than this many positions before it and, unless causal, after.
+      scale: factor on the scores, by default D ** -0.5.
+      impl: which implementation runs.
+    Returns:
+      [B, R, H, D] in the dtype of `q`; zeros for a row that sees no key.
+    """
+    op = "paged_attention"
+    b, r, h, d = check_rank(op, "q", q, "B R H D")
+    pool_shape = check_rank(op, "k_pool", k_pool, "pages K page_size D")
+    check_shape(op, "v_pool", v_pool, pool_shape)
+    kv_heads = pool_shape[1]
+    if pool_shape[3] != d:
+        raise ValueError(
+            f"{op}: q has head dim {d}, wanted {pool_shape[3]} (k_pool {show(k_pool)})"
+        )
+    if kv_heads < 1 or h % kv_heads:
+        raise ValueError(
+            f"{op}: q has {h} heads, not a multiple of {kv_heads} kv heads (k_pool {show(k_pool)})"
+        )
+    pages = check_rank(op, "block_table", block_table, "B P")[1]
+    check_shape(op, "block_table", block_table, (b, pages))
+    check_shape(op, "args", args, (b, 3))
+    check_dtype(op, "block_table", block_table, jnp.int32)
+    check_dtype(op, "args", args, jnp.uint32)
+    check_float(op, q=q, k_pool=k_pool, v_pool=v_pool)
+    if min(r, pages) < 1:
+        raise ValueError(f"{op}: {r} query rows over {pages} pages, wanted at least one of each")
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window is {window}, wanted at least 1 or None")
+    scale = d**-0.5 if scale is None else scale
+    operands = (q, k_pool, v_pool, block_table, args, is_causal, window, scale)
+    return dispatch(op, impl, paged_attention_xla, *operands)
+
+
+def paged_attention_xla(
+    q, k_pool, v_pool, block_table, args, is_causal: bool, window: int | None, scale: float
+) -> jax.Array:
+    """`paged_attention` by gathering pages, in one shot or by segments as R asks."""
+    b, r, h, d = q.shape
+    kv_heads, page_size = k_pool.shape[1:3]
+    group = h // kv_heads
+    kv_len = args[:, 0].astype(jnp.int32)
+    row_pos = args[:, 1].astype(jnp.int32)[:, None] + jnp.arange(r, dtype=jnp.int32)[None]  # [B, R]
+    # The rows of all heads of one kv head are the rows of one matrix.
+    q_bkxd = q.reshape(b, r, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
+    q_bkxd = q_bkxd.reshape(b, kv_heads, r * group, d)
+
+    def attend(table, first_key):
+        """Return (m, l, acc) of all rows over the keys of the pages in `table`."""
+        k, v, exists, key_pos = _read_pages(k_pool, v_pool, table, first_key, kv_len, q.dtype)
+        sees = exists[:, None] & _in_reach(row_pos, key_pos, is_causal, window)  # [B, R, S]
+        sees = jnp.repeat(sees, group, axis=1)[:, None]  # [B, 1, R*G, S]
+        return _softmax_over(q_bkxd, k, v, sees, scale)
+
+    if r <= _ONE_SHOT_ROWS:
+        _, l, acc = attend(block_table, 0)
+    else:
+        pages_a_step = max(1, min(_SEGMENT_KEYS // page_size, block_table.shape[1]))
+        bounds = _segment_bounds(row_pos, kv_len, is_causal, window, pages_a_step * page_size)
+        _, l, acc = _by_segments(attend, block_table, pages_a_step, page_size, bounds, q_bkxd.shape)
+    out = acc / jnp.where(l == 0, 1.0, l)  # a row that sees no key has acc = 0
+    out = out.reshape(b, kv_heads, r, group, d).transpose(0, 2, 1, 3, 4)
+    return out.reshape(b, r, h, d).astype(q.dtype)
+
+
+def _read_pages(k_pool, v_pool, table, first_key, kv_len, dtype):
+    """Gather pages as [B, K, S, D], zero where no key exists.
+
+    Returns k, v, which keys exist bool[B, S], and their positions i32[S].
+    """
+    b, pages = table.shape
+    kv_heads, page_size, d = k_pool.shape[1:]
+    keys = pages * page_size
+    key_pos = first_key + jnp.arange(keys, dtype=jnp.int32)
+    exists = (key_pos[None] < kv_len[:, None]) & jnp.repeat(table >= 0, page_size, axis=1)
+    # Indexing (page, kv head) lets the gather write [B, K, S, D], the layout of both dots.
+    page = jnp.maximum(table, 0)[:, None, :]  # [B, 1, P]
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]  # [1, K, 1]
+
+    def read(pool):
+        rows = pool.at[page, head].get(mode="promise_in_bounds")  # [B, K, P, page_size, D]
+        rows = rows.reshape(b, kv_heads, keys, d).astype(dtype)
+        return jnp.where(exists[:, None, :, None], rows, jnp.zeros((), dtype))
+
+    return read(k_pool), read(v_pool), exists, key_pos
+
+
+def _in_reach(row_pos, key_pos, is_causal: bool, window: int | None):
+    """Return bool[B, R, S]: whether the mask lets a row at `row_pos` see a key at `key_pos`."""
+    ahead = key_pos[None, None] - row_pos[:, :, None]
+    reach = ahead <= 0 if is_causal else jnp.ones_like(ahead, bool)
+    if window is not None:
+        reach &= -ahead < window
+        if not is_causal:
+            reach &= ahead < window
+    return reach
+
+
+def _softmax_over(q, k, v, sees, scale):
+    """Return running maximum m, sum l (both f32[B, K, X, 1]) and accumulator acc of one segment."""
+    precision = dot_precision(q.dtype)
+    scores = jnp.einsum(
+        "bkxd,bksd->bkxs", q, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(sees, scores * scale, MASK_VALUE)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    # The second mask is for rows that see nothing, where exp(MASK_VALUE - m) is 1.
+    p = jnp.where(sees, jnp.exp(scores - m), 0.0)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    acc = jnp.einsum(
+        "bkxs,bksd->bkxd",
+        p.astype(v.dtype),
+        v,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return m, l, acc
+
+
+def _segment_bounds(row_pos, kv_len, is_causal: bool, window: int | None, segment: int):
+    """Return the first and one past the last segment that holds a key any row can see."""
+    last = kv_len
+    if is_causal:
+        last = jnp.minimum(last, row_pos[:, -1] + 1)
+    elif window is not None:
+        last = jnp.minimum(last, row_pos[:, -1] + window)
+    first = jnp.zeros_like(last)
+    if window is not None:
+        first = jnp.maximum(first, row_pos[:, 0] - window + 1)
+    return jnp.min(first) // segment, (jnp.max(last) + segment - 1) // segment
+
+
+def _by_segments(attend, table, pages_a_step: int, page_size: int, bounds, shape):
+    """Run `attend` over segments of pages and merge their softmaxes online."""
+    num_steps = -(-table.shape[1] // pages_a_step)
+    pad = num_steps * pages_a_step - table.shape[1]
+    table = jnp.pad(table, ((0, 0), (0, pad)), constant_values=-1)
+
+    def step(i, carry):
+        m, l, acc = carry
+        pages = lax.dynamic_slice_in_dim(table, i * pages_a_step, pages_a_step, axis=1)
+        m_i, l_i, acc_i = attend(pages, i * (pages_a_step * page_size))
+        m_new = jnp.maximum(m, m_i)
+        old, new = jnp.exp(m - m_new), jnp.exp(m_i - m_new)
+        # A segment that a row does not see has l_i = acc_i = 0 and leaves m: its bits stay.
+        return m_new, l * old + l_i * new, acc * old + acc_i * new
+
+    start = (
+        jnp.full((*shape[:-1], 1), MASK_VALUE, jnp.float32),
+        jnp.zeros((*shape[:-1], 1), jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+    return lax.fori_loop(bounds[0], jnp.minimum(bounds[1], num_steps), step, start)
