@@ -7,13 +7,14 @@ whoever reads the result sees the layout of the original checkpoint.
 
 import os
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, quants
 
 ARCHITECTURES = ("llama", "qwen3")
 
@@ -86,24 +87,54 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufModel:
     return GgufModel(config, _Tensors(path, arch, config, reader), tokenizer)
 
 
-class _BoundedReader(GGUFReader):
-    """The package's reader, stopped at the end of the file.
+class _Reader(GGUFReader):
+    """The package's reader, stopped at the end of the file and quick on long arrays.
 
-    Without it a slice past the end is silently short, and a hostile array length loops for years.
+    Without the first a slice past the end is silently short, and a hostile array length loops for
+    years; without the second a vocabulary of 49,152 tokens takes six seconds instead of 0.2.
     """
 
-    def _get(self, offset, dtype, count=1, override_order=None):  # pyright: ignore
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+    def _get(self, offset, dtype, count=1, override_order=None):  # the package gives no types here
+        self._require(int(offset) + int(count) * np.dtype(dtype).itemsize)
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs, raw_type):
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+        kind, length = GGUFValueType(int(head[0][0])), int(head[1][0])
+        start = orig_offs + 12
+        if kind == GGUFValueType.STRING:
+            end, values = self._strings(start, length)
+        elif kind in self.gguf_scalar_to_np:
+            values = [self._get(start, self.gguf_scalar_to_np[kind], length)]
+            end = start + values[0].nbytes
+        else:
+            raise ValueError(f"arrays of {kind.name} are not supported")
+        indices = list(range(2, 2 + len(values)))
+        return end - orig_offs, head + values, indices, [GGUFValueType.ARRAY, kind]
+
+    def _strings(self, start: int, length: int) -> tuple[int, list[np.ndarray]]:
+        raw, values = np.asarray(self.data), []
+        order = "<Q" if self.byte_order == "I" else ">Q"
+        for _ in range(length):
+            self._require(start + 8)
+            end = start + 8 + struct.unpack_from(order, raw, start)[0]
+            self._require(end)
+            values.append(raw[start + 8 : end])
+            start = end
+        return start, values
+
+    def _require(self, end: int) -> None:
         if end > self.data.size:
             raise ValueError(f"byte {end} is wanted, the file has {self.data.size} (truncated?)")
-        return super()._get(offset, dtype, count, override_order)
 
 
 def _open(path: Path) -> GGUFReader:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such GGUF file")
     try:
-        reader = _BoundedReader(path)
+        reader = _Reader(path)
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise ValueError(f"{path}: not a readable GGUF file ({error})") from error
     if reader.byte_order != "I":
