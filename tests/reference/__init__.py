@@ -1,0 +1,1 @@
+"""NumPy oracles: a second opinion written from the specification, importing numpy alone."""
