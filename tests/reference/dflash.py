@@ -50,7 +50,7 @@ class DraftConfig:
             windows=layer_windows(raw, nested),
             is_causal=layer_causality(raw, nested),
             embedding_scale=fact("input_embedding_scale", 1.0),
-            output_multiplier=fact("output_multiplier", 1.0),
+            output_multiplier=fact("output_multiplier", 1.0) * raw.get("logit_scale", 1.0),
             softcap=fact("final_logit_softcapping"),
         )
 
@@ -68,7 +68,7 @@ def layer_windows(raw, nested):
     """The window of each layer, None where it reads everything."""
     if nested.get("use_swa"):
         return (nested["swa_window_size"],) * raw["num_hidden_layers"]
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None  # HF's own rule
     window = window or nested.get("swa_window_size")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types(raw))
 
