@@ -64,8 +64,8 @@ def _request(found: dict[str, Any], where: str, allow_messages: bool) -> Request
     if "messages" in found and not allow_messages:
         raise ValueError(f'{where}: "messages" needs a chat template, but decoding is raw')
     budget = found.get("max_new_tokens")
-    if budget is not None and (type(budget) is not int or budget < 0):
-        raise ValueError(f"{where}: max_new_tokens is {budget!r}, wanted an integer of 0 or more")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ValueError(f"{where}: max_new_tokens is {budget!r}, wanted an integer from 1")
     name = found.get("id")
     if name is not None and type(name) not in (str, int):
         raise ValueError(f"{where}: id is {name!r}, wanted a string or an integer")

@@ -12,11 +12,11 @@ def write(tmp_path, text, mode="w"):
 def test_a_file_may_mix_texts_and_chats(tmp_path):
     path = write(
         tmp_path,
-        '{"prompt": "Hi", "max_new_tokens": 0, "id": "a"}\n\n'
+        '{"prompt": "Hi", "max_new_tokens": 9, "id": "a"}\n\n'
         '{"messages": [{"role": "user", "content": "Grüße"}], "id": 7}',
     )
     assert read_jsonl(path) == [
-        Request(text="Hi", max_new_tokens=0, id="a"),
+        Request(text="Hi", max_new_tokens=9, id="a"),
         Request(messages=({"role": "user", "content": "Grüße"},), id=7),
     ]
 
@@ -32,6 +32,7 @@ def test_a_file_may_mix_texts_and_chats(tmp_path):
         ('{"prompt": ""}', "not empty"),
         ('{"prompt": 5}', "prompt is 5"),
         ('{"prompt": null}', "prompt is None"),
+        ('{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens is 0"),
         ('{"prompt": "x", "max_new_tokens": -1}', "max_new_tokens is -1"),
         ('{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens is 1.5"),
         ('{"prompt": "x", "max_new_tokens": true}', "max_new_tokens is True"),

@@ -1,0 +1,59 @@
+import pytest
+
+from dflash_jax.cli import main
+
+
+def lines(capsys):
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "COMMAND"),
+        (["decode"], "wanted one of a prompt, --prompt-ids and --prompts, got none"),
+        (["decode", "x", "--prompt-ids", "1"], "got a prompt and --prompt-ids"),
+        (["decode", ""], "the prompt is empty"),
+        (["decode", "x", "--max-new-tokens", "0"], "0 is below 1"),
+        (["decode", "x", "--max-new-tokens", "-5"], "-5 is below 1"),
+        (["decode", "x", "--max-new-tokens", "many"], "'many' is not an integer"),
+        (["decode", "x", "--batch", "0"], "--batch: 0 is below 1"),
+        (["decode", "x", "--num-drafts", "0"], "--num-drafts: 0 is below 1"),
+        (["decode", "x", "--cycles", "0"], "--cycles: 0 is below 1"),
+        (["decode", "x", "--page-size", "48"], "48 is not a power of two from 4"),
+        (["decode", "x", "--page-size", "2"], "2 is not a power of two from 4"),
+        (["decode", "x", "--impl", "cuda"], "invalid choice: 'cuda'"),
+        (["decode", "x", "--dtype", "float16"], "invalid choice: 'float16'"),
+        (["decode", "x", "--temperature", "1"], "unrecognized arguments"),
+        (["decode", "x", "--chat", "--raw"], "not allowed with"),
+        (["decode", "x", "--raw", "--system", "s"], "--system needs the chat template"),
+        (["decode", "--prompt-ids", "1", "--chat"], "--prompt-ids are taken as they are"),
+        (["decode", "--prompt-ids", "1,-2"], "token id -2 is below 0"),
+        (["decode", "--prompt-ids", ","], "no token ids"),
+        (["decode", "--prompt-ids", "1,x"], "'x' is not an integer"),
+        (["decode", "x", "--ignore-eos", "--eos-ids", "2"], "contradict"),
+        (["decode", "--prompts", "no-such-file.jsonl"], "no-such-file.jsonl: No such file"),
+        (["plan", "x"], "unrecognized arguments"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_ends_in_one_sentence_and_code_2(capsys, argv, message):
+    assert main(argv) == 2
+    (said,) = lines(capsys)
+    assert message in said and said.startswith("dflash")
+
+
+def test_a_wrong_line_of_a_prompts_file_is_named(capsys, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "fine"}\n{"prompt": "x", "temperature": 0.5}\n')
+    assert main(["decode", "--prompts", str(path)]) == 2
+    (said,) = lines(capsys)
+    assert "line 2: unknown option 'temperature'" in said
+
+
+def test_help_shows_defaults(capsys):
+    assert main(["decode", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "(default: 64)" in out and "(default: smollm2)" in out and "None" not in out
