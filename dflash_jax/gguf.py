@@ -79,8 +79,8 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufModel:
         )
     if meta.get("split.count", 1) > 1:
         raise NotImplementedError(
-            f"{path}: part {meta.get('split.no', 0) + 1} of {meta['split.count']}; split GGUF files "
-            "are not supported, merge them first"
+            f"{path}: part {meta.get('split.no', 0) + 1} of {meta['split.count']}; split GGUF "
+            "files are not supported, merge them first"
         )
     config = _hf_config(path, arch, meta, reader)
     tokenizer = {name: value for name, value in meta.items() if name.startswith("tokenizer.")}
