@@ -52,7 +52,10 @@ class RopeConfig:
             raise NotImplementedError(
                 f"{who}: rope type {kind!r} is not supported, wanted one of {', '.join(_ROPE_KINDS)}"
             )
-        if float(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1:
+        if (
+            float(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+            != 1
+        ):
             raise NotImplementedError(f"{who}: partial_rotary_factor below 1 is not supported")
         if kind == "default":
             return RopeConfig(theta=theta)
@@ -136,7 +139,9 @@ class TargetConfig:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         width = int(_get(config, "hidden_size", who))
         if heads % kv_heads:
-            raise ValueError(f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+            raise ValueError(
+                f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
+            )
         vocab = int(_get(config, "vocab_size", who))
         return TargetConfig(
             model_type=kind,
@@ -148,11 +153,11 @@ class TargetConfig:
             num_kv_heads=kv_heads,
             head_dim=int(config.get("head_dim") or width // heads),
             rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=RopeConfig.from_hf(
-                config, default_theta=1e6 if kind == "qwen3" else 1e4, who=who
-            ),
+            rope=RopeConfig.from_hf(config, default_theta=1e6 if kind == "qwen3" else 1e4, who=who),
             max_context=int(config.get("max_position_embeddings", 32768)),
-            is_tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
+            is_tied=bool(
+                config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+            ),
             has_qk_norm=kind == "qwen3",
             has_attention_bias=bool(config.get("attention_bias", False)),
             real_vocab=vocab,
@@ -252,12 +257,16 @@ class DraftConfig:
         if find("attention_sink_bias", False):
             raise NotImplementedError(f"{who}: attention_sink_bias is not supported")
         if config.get("hidden_act", "silu") != "silu":
-            raise NotImplementedError(f"{who}: hidden_act {config['hidden_act']!r}, supported: silu")
+            raise NotImplementedError(
+                f"{who}: hidden_act {config['hidden_act']!r}, supported: silu"
+            )
         num_layers = int(_get(config, "num_hidden_layers", who))
         heads = int(_get(config, "num_attention_heads", who))
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads:
-            raise ValueError(f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+            raise ValueError(
+                f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
+            )
         layers_of_target = int(find("num_target_layers", num_target_layers or 0))
         if not layers_of_target:
             raise ValueError(f"{who}: no num_target_layers, and no target was given")
@@ -299,8 +308,7 @@ class DraftConfig:
 class RuleConfig:
     """A drafter without weights: `kind` is none, prompt_lookup or oracle.
 
-    `ngram` is prompt lookup's match length. `inner_kind` names the drafter whose work an oracle
-    runs before it replaces the drafts, so that a forced acceptance costs what a real one does.
+    `ngram` is prompt lookup's match length.
     """
 
     kind: str

@@ -160,9 +160,7 @@ def plan(
     num_rows = batch * rows
     num_pages = batch * pages if num_pages is None else num_pages
     width = max(prefill_chunk, num_rows)
-    pool = ArraySpec(
-        pool_shape(num_pages, page_size, target.num_kv_heads, target.head_dim), dtype
-    )
+    pool = ArraySpec(pool_shape(num_pages, page_size, target.num_kv_heads, target.head_dim), dtype)
     pools = (pool,) * target.num_layers
     if isinstance(layers, DraftConfig):
         shape = pool_shape(num_pages, page_size, layers.num_kv_heads, layers.head_dim)

@@ -1,4 +1,4 @@
-"""The small pieces every model is made of: norm, rope, linear, SwiGLU, embedding.
+"""The small pieces every model is made of: norm, rope, linear, embedding.
 
 Rows are independent everywhere: a row's bits depend on that row and on static shapes alone.
 Statistics and accumulation are f32; a result is rounded once, to the dtype of its input.
@@ -25,20 +25,17 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale).astype(x.dtype) * weight
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, impl: str = "auto"
+) -> jax.Array:
     """x[N, in] @ weight[out, in].T (+ bias[out]), accumulated in f32, in x.dtype."""
-    y = pk.skinny_matmul(x, weight)
+    y = pk.skinny_matmul(x, weight, impl=impl)
     return y if bias is None else y + bias
 
 
-def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """down(silu(gate(x)) * up(x)): x[N, E], gate_up[2F, E], down[E, F] -> [N, E]."""
-    return pk.skinny_matmul(pk.skinny_matmul_swiglu(x, gate_up), down)
-
-
-def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
+def logits_of(x: jax.Array, head: jax.Array, *, impl: str = "auto") -> jax.Array:
     """x[N, E] @ head[V, E].T as f32[N, V]."""
-    return pk.skinny_matmul(x, head, out_dtype=jnp.float32)
+    return pk.skinny_matmul(x, head, out_dtype=jnp.float32, impl=impl)
 
 
 def embed(ids: jax.Array, table: jax.Array, scale: float = 1.0) -> jax.Array:

@@ -22,10 +22,6 @@ class AttnMetadata:
     seq_lens: jax.Array  # i32[B]
     block_table: jax.Array  # i32[B, P] page ids, -1 past the end
 
-    @property
-    def max_positions(self) -> int:
-        return self.block_table.shape[1]
-
 
 def init_metadata(spec: AttnMetadataSpec) -> AttnMetadata:
     """Metadata that addresses nothing."""

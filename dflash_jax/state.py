@@ -56,7 +56,9 @@ class Buffers:
     residual: jax.Array  # [W, E]
     logits: jax.Array  # f32[N, V]
     tokens: jax.Array  # i32[W]
-    meta: AttnMetadata  # of the last step, in the form `Fixed.step_meta`; its block_table is the one
+    meta: (
+        AttnMetadata  # of the last step, in the form `Fixed.step_meta`; its block_table is the one
+    )
     verify_batch_tokens: jax.Array  # i32[N]
     k_pools: tuple[jax.Array, ...]  # [pages, K, page_size, D] each
     v_pools: tuple[jax.Array, ...]

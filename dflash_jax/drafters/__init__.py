@@ -1,0 +1,79 @@
+"""Drafters: `get(params.draft)` chooses a `Drafter` at trace time.
+
+A drafter is two pure functions. `propose` guesses behind the anchor; `advance` takes the target
+features of rows that were just committed, in prefill and after every verification.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.drafters import backbone, dflash, dflash2, oracle, prompt_lookup
+from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.params import DraftParams, Params, RuleParams
+
+__all__ = ["Drafter", "Proposal", "get"]
+
+
+class Drafter(NamedTuple):
+    """propose(params, state, num_rows, buffers, scratch) -> Proposal, buffers, scratch;
+    advance(draft, features, positions, slots, buffers, scratch) -> buffers, scratch.
+
+    Both take `fixed` and `impl` as static keywords.
+    """
+
+    propose: Callable
+    advance: Callable
+
+
+def _keep_context(draft, features, positions, slots, buffers, scratch, *, fixed, impl="auto"):
+    """A drafter without context of its own has nothing to advance."""
+    return buffers, scratch
+
+
+def _propose_nothing(params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
+    tokens = jnp.zeros((fixed.batch, fixed.num_drafts), jnp.int32)
+    return Proposal(tokens, jnp.zeros_like(num_rows)), buffers, scratch
+
+
+_BY_KIND = {
+    "none": Drafter(_propose_nothing, _keep_context),
+    "prompt_lookup": Drafter(prompt_lookup.propose, _keep_context),
+    "oracle": Drafter(oracle.propose, _keep_context),
+    "dflash": Drafter(dflash.propose, backbone.fuse_context),
+    "dflash2": Drafter(dflash2.propose, backbone.fuse_context),
+}
+
+
+def get(draft: DraftParams | RuleParams) -> Drafter:
+    """The functions of a drafter; an oracle with an inner drafter runs that one first."""
+    kind = draft.config.kind
+    if kind not in _BY_KIND:
+        raise NotImplementedError(
+            f"drafter kind {kind!r} is not supported, wanted one of {', '.join(_BY_KIND)}"
+        )
+    if isinstance(draft, RuleParams) and draft.inner is not None:
+        return _with_inner(_BY_KIND[kind], get(draft.inner))
+    return _BY_KIND[kind]
+
+
+def _with_inner(outer: Drafter, inner: Drafter) -> Drafter:
+    """Run `inner` for its work and its scratch, then let `outer` choose the drafts."""
+
+    def propose(params: Params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
+        bare = params.replace(draft=params.draft.inner)
+        guess, buffers, scratch = inner.propose(
+            bare, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
+        )
+        # The barrier keeps the inner drafts alive: a benchmark must pay for them.
+        guess, num_rows = jax.lax.optimization_barrier((guess, num_rows))
+        return outer.propose(params, state, num_rows, buffers, scratch, fixed=fixed, impl=impl)
+
+    def advance(draft, features, positions, slots, buffers, scratch, *, fixed, impl="auto"):
+        return inner.advance(
+            draft.inner, features, positions, slots, buffers, scratch, fixed=fixed, impl=impl
+        )
+
+    return Drafter(propose, advance)

@@ -1,0 +1,207 @@
+"""The block-diffusion backbone: one pass over a block that sees the context's keys.
+
+Context keys and values depend on a committed token's target feature and position alone, so they
+are written once, when the token is committed (`fuse_context`). Block rows write theirs behind
+them for the length of one propose; the next context rows overwrite those (spec/drafters.md §3).
+"""
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dflash_jax.config import DraftConfig, LayerAttention
+from dflash_jax.fixed import Fixed
+from dflash_jax.layers import apply_rope, embed, linear, rms_norm, rope_angles, split_qkv
+from dflash_jax.metadata import AttnMetadata, indirect_args, rows_metadata
+from dflash_jax.paged_kv import write_and_attend
+from dflash_jax.params import ConvParams, DraftParams, LayerParams, TargetParams
+from dflash_jax.scratch import DflashScratch
+from dflash_jax.shapes import check_shape
+from dflash_jax.state import Buffers, DecodeState
+
+
+def draft_pools(buffers: Buffers, config: DraftConfig) -> tuple[tuple, tuple]:
+    """The drafter's pools: the last `num_layers` of all."""
+    first = len(buffers.k_pools) - config.num_layers
+    return buffers.k_pools[first:], buffers.v_pools[first:]
+
+
+def _with_draft_pools(buffers: Buffers, k_pools: list, v_pools: list) -> Buffers:
+    first = len(buffers.k_pools) - len(k_pools)
+    return buffers.replace(
+        k_pools=buffers.k_pools[:first] + tuple(k_pools),
+        v_pools=buffers.v_pools[:first] + tuple(v_pools),
+    )
+
+
+def _lead(field: jax.Array, rows: jax.Array) -> jax.Array:
+    """`field` with its first rows replaced; a prefill bucket or a step may fill less than all."""
+    if rows.shape == field.shape:
+        return rows
+    return jax.lax.dynamic_update_slice_in_dim(field, rows.astype(field.dtype), 0, axis=0)
+
+
+def fuse_context(
+    params: DraftParams,
+    features: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    impl: str = "auto",
+) -> tuple[Buffers, DflashScratch]:
+    """Turn target features of committed tokens into every drafter layer's context K/V.
+
+    Args:
+      params: DraftParams.
+      features: [T, M*E] target features, T <= W rows.
+      positions: i32[T] absolute positions of the tokens.
+      slots: i32[T], -1 for rows that are not committed.
+      buffers, scratch: donated; fills `precompute_in`, `fc_proj`, `fused_kv_out`,
+        `slot_mapping_dev` and the drafter's pools.
+    """
+    config = params.config
+    width = len(config.target_layer_ids) * config.width
+    check_shape("fuse_context: features", features, "T M*E", {"M*E": width})
+    context = rms_norm(linear(features, params.fc, impl=impl), params.hidden_norm, config.rms_eps)
+    fused = linear(context, params.fused_kv, params.fused_kv_bias, impl=impl)  # [T, L*2*K*D]
+    layers = fused.reshape(fused.shape[0], config.num_layers, 2, config.num_kv_heads, -1)
+    angles = rope_angles(positions, config.rope, config.head_dim, fixed.capacity)
+    k_pools, v_pools = map(list, draft_pools(buffers, config))
+    for i, layer in enumerate(params.layers):
+        k, v = layers[:, i, 0], layers[:, i, 1]  # [T, K, D]
+        k = apply_rope(rms_norm(k, layer.k_norm, config.rms_eps), *angles)
+        k_pools[i], v_pools[i] = pk.reshape_and_cache(
+            k, v, k_pools[i], v_pools[i], slots, impl=impl
+        )
+    scratch = scratch.replace(
+        precompute_in=_lead(scratch.precompute_in, features),
+        fc_proj=_lead(scratch.fc_proj, context),
+        fused_kv_out=_lead(scratch.fused_kv_out, fused),
+        slot_mapping_dev=_lead(scratch.slot_mapping_dev, slots),
+    )
+    return _with_draft_pools(buffers, k_pools, v_pools), scratch
+
+
+def forward(
+    params: DraftParams,
+    target: TargetParams,
+    state: DecodeState,
+    num_rows: jax.Array,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    impl: str = "auto",
+) -> tuple[Buffers, DflashScratch]:
+    """Run the block [anchor, mask, ...] of every sequence; `scratch.norm_buf` holds its rows.
+
+    Args:
+      params: DraftParams.
+      target: TargetParams, whose embedding the rows enter through.
+      state: DecodeState; the block starts at `seq_lens`.
+      num_rows: i32[B] rows that count; the others are masked as keys, which equals a shorter block.
+      buffers, scratch: donated.
+    """
+    config = params.config
+    meta = rows_metadata(
+        state.seq_lens, num_rows, buffers.meta.block_table, fixed.verify_rows, fixed.page_size
+    )
+    args = indirect_args(state.seq_lens, num_rows)
+    ids = jnp.full((fixed.batch, fixed.verify_rows), config.mask_id, jnp.int32)
+    ids = ids.at[:, 0].set(state.anchor).reshape(-1)
+    x = embed(ids, target.embed, config.input_embedding_scale)  # [N, E]
+    angles = rope_angles(meta.positions, config.rope, config.head_dim, fixed.capacity)
+    scratch = scratch.replace(
+        stream_buf=x,
+        draft_tokens_dev=ids,
+        position_ids=meta.positions,
+        option_b_indirect_args_dev=args,
+    )
+    k_pools, v_pools = map(list, draft_pools(buffers, config))
+    for i, params_i in enumerate(params.layers):
+        k_pools[i], v_pools[i], scratch = layer(
+            params_i,
+            k_pools[i],
+            v_pools[i],
+            scratch,
+            meta=meta,
+            angles=angles,
+            config=config,
+            attention=config.attention[i],
+            impl=impl,
+        )
+    hidden = rms_norm(scratch.stream_buf, params.norm, config.rms_eps)
+    return _with_draft_pools(buffers, k_pools, v_pools), scratch.replace(norm_buf=hidden)
+
+
+def layer(
+    params: LayerParams,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    scratch: DflashScratch,
+    *,
+    meta: AttnMetadata,
+    angles: tuple[jax.Array, jax.Array],
+    config: DraftConfig,
+    attention: LayerAttention,
+    impl: str = "auto",
+) -> tuple[jax.Array, jax.Array, DflashScratch]:
+    """One drafter layer over the block rows in `scratch.stream_buf`.
+
+    Fills every field of the block stream and, for DFlash2, `conv_dyn` and `conv_tmp`.
+    """
+    sequences = meta.block_table.shape[0]
+    args = scratch.option_b_indirect_args_dev
+    x = scratch.stream_buf
+    normed = rms_norm(x, params.input_norm, config.rms_eps)
+    normed, finish, _ = _convolve(params.attention_conv, normed, sequences, config, impl)
+    qkv = linear(normed, params.qkv, params.qkv_bias, impl=impl)
+    q, k, v = split_qkv(qkv, config.num_heads, config.num_kv_heads, config.head_dim)
+    q = apply_rope(rms_norm(q, params.q_norm, config.rms_eps), *angles)
+    k = apply_rope(rms_norm(k, params.k_norm, config.rms_eps), *angles)
+    out, k_pool, v_pool = write_and_attend(
+        q, k, v, k_pool, v_pool, meta, args, attention=attention, impl=impl
+    )
+    x = x + finish(linear(out, params.o, params.o_bias, impl=impl))
+    normed = rms_norm(x, params.post_norm, config.rms_eps)
+    normed, finish, dynamic = _convolve(params.mlp_conv, normed, sequences, config, impl)
+    gate, up = jnp.split(linear(normed, params.gate_up, impl=impl), 2, axis=1)  # [N, F] each
+    inner = jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
+    added = finish(linear(inner, params.down, impl=impl))
+    scratch = scratch.replace(
+        stream_buf=x + added,
+        q_buf=q.reshape(q.shape[0], -1),
+        k_buf=k.reshape(k.shape[0], -1),
+        v_buf=v.reshape(v.shape[0], -1),
+        attn_out=out,
+        mlp_up=up,
+        mlp_intermediate=inner,
+        stream_acc=added,
+    )
+    if dynamic is not None:
+        scratch = scratch.replace(conv_dyn=dynamic, conv_tmp=added)
+    return k_pool, v_pool, scratch
+
+
+def _convolve(
+    conv: ConvParams | None, x: jax.Array, sequences: int, config: DraftConfig, impl: str
+):
+    """Prepare the rows of a sub-layer; return them, the finishing convolution, and its kernels.
+
+    Both convolutions take their dynamic kernels from the rows before any of them
+    (spec/drafters.md §4.1). Without a convolution both are the identity.
+    """
+    if conv is None:
+        return x, lambda z: z, None
+    dynamic = linear(x, conv.projection, impl=impl)  # [N, 2*taps*groups]
+    kernels = dynamic.reshape(sequences, -1, 2, config.conv_taps, config.num_conv_groups)
+
+    def side(rows: jax.Array, which: int) -> jax.Array:
+        blocks = rows.reshape(sequences, -1, rows.shape[-1])  # [B, R, E]
+        y = pk.dynamic_conv(blocks, kernels[:, :, which], conv.base[which], impl=impl)
+        return y.reshape(rows.shape)
+
+    return side(x, 0), lambda z: side(z, 1), dynamic

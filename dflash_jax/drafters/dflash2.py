@@ -1,0 +1,60 @@
+"""DFlash2: sixteen candidates a row, and a greedy walk that scores each against its predecessor.
+
+The dynamic convolutions live in `backbone.layer`; this module is the selector
+(spec/drafters.md §4.2).
+"""
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dflash_jax.drafters import backbone
+from dflash_jax.drafters.dflash import draft_logits, draft_rows
+from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.fixed import Fixed
+from dflash_jax.params import Params
+from dflash_jax.scratch import DflashScratch
+from dflash_jax.state import Buffers, DecodeState
+
+
+def propose(
+    params: Params,
+    state: DecodeState,
+    num_rows: jax.Array,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    impl: str = "auto",
+) -> tuple[Proposal, Buffers, DflashScratch]:
+    """Guess a block and walk its candidates; fills `logits` and `sel_*`."""
+    draft, target = params.draft, params.target
+    selector, config = draft.selector, draft.config
+    buffers, scratch = backbone.forward(
+        draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
+    )
+    rows = draft_rows(scratch, fixed)
+    logits = draft_logits(rows, target.lm_head, config, impl=impl)
+    vals, ids = pk.top16(logits, k=config.selector_top_k, vocab=target.config.real_vocab, impl=impl)
+    projected = pk.skinny_matmul(
+        rows.reshape(-1, rows.shape[-1]),
+        selector.hidden_projection,
+        out_dtype=jnp.float32,
+        impl=impl,
+    )  # [J, rank]
+
+    def per_sequence(x: jax.Array) -> jax.Array:
+        return x.reshape(fixed.batch, fixed.num_drafts, -1)
+
+    path, _ = pk.selector_walk(
+        state.anchor,
+        per_sequence(vals),
+        per_sequence(ids),
+        per_sequence(projected),
+        selector.predecessor,
+        selector.successor,
+        k=config.selector_top_k,
+        impl=impl,
+    )
+    scratch = scratch.replace(logits=logits, sel_vals=vals, sel_idx=ids, sel_hproj=projected)
+    return Proposal(path, num_rows - 1), buffers, scratch

@@ -1,0 +1,312 @@
+"""The decode loop: prefill, one step, and a chunk of steps in one dispatch.
+
+`decode` runs up to `options.cycles` steps on the device and returns what the host needs as arrays
+of their own, since donated carriers cannot be read once the next chunk is under way.
+Plain decoding is the same executable with no draft kept (design.md §4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallas_kernels as pk
+from dflash_jax import drafters
+from dflash_jax.commit import commit, write_tokens
+from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.fixed import Fixed
+from dflash_jax.layers import logits_of
+from dflash_jax.metadata import indirect_args, rows_metadata
+from dflash_jax.params import Params
+from dflash_jax.scratch import DflashScratch
+from dflash_jax.state import Buffers, DecodeState, Status
+from dflash_jax.verify import Verification, is_stop, logit_hash, target_rows, verify
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """Static choices of a decode that are not shapes of carriers.
+
+    cycles: most steps a dispatch. impl: of the kernels. certify: hash the logits of each row.
+    """
+
+    cycles: int = 8
+    impl: str = "auto"
+    certify: bool = False
+
+
+class FirstToken(NamedTuple):
+    """The token a prefill samples, the first anchor; only the last chunk's means anything."""
+
+    token: jax.Array  # i32[]
+    logits_hash: jax.Array | None  # u32[], if certified
+    status: jax.Array  # i32[] of the sequence
+
+
+class StepOutput(NamedTuple):
+    """Records of one step."""
+
+    proposal: Proposal
+    verification: Verification
+
+
+class ChunkOutput(NamedTuple):
+    """Records of one dispatch. Only the first `num_cycles` entries of a [cycles, ...] array count."""
+
+    tokens: jax.Array  # i32[cycles, B, R] committed
+    num_committed: jax.Array  # i32[cycles, B]
+    num_accepted: jax.Array  # i32[cycles, B]
+    num_proposed: jax.Array  # i32[cycles, B] drafts that were verified
+    drafts: jax.Array  # i32[cycles, B, num_drafts]
+    hashes: jax.Array | None  # u32[cycles, B, R]
+    num_cycles: jax.Array  # i32[]
+    status: jax.Array  # i32[B] after the chunk
+
+
+_CARRIERS = ("state", "buffers", "scratch")
+
+
+@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
+def prefill(
+    params: Params,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    sequence: jax.Array,
+    is_last: jax.Array,
+    state: DecodeState,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
+) -> tuple[FirstToken, DecodeState, Buffers, DflashScratch]:
+    """Run one chunk of one sequence's prompt through the target and into the drafter's context.
+
+    A sequence is prefilled alone, so that its bits do not depend on its batch.
+
+    Args:
+      params: the pair.
+      tokens: i32[T] prompt tokens, T a bucket of at most `fixed.max_rows`.
+      num_tokens: i32[] of them that are real.
+      sequence: i32[] index in the batch.
+      is_last: bool[]; the last chunk samples the anchor, which counts as the first new token.
+      state, buffers, scratch: donated.
+    """
+    impl = options.impl
+    start = state.seq_lens[sequence][None]
+    count = num_tokens[None]
+    table = buffers.meta.block_table
+    meta = rows_metadata(start, count, table[sequence][None], tokens.shape[0], fixed.page_size)
+    hidden, features, buffers = target_rows(
+        params, tokens, meta, indirect_args(start, count), buffers, impl=impl
+    )
+    buffers, scratch = drafters.get(params.draft).advance(
+        params.draft,
+        features,
+        meta.positions,
+        meta.slot_mapping,
+        buffers,
+        scratch,
+        fixed=fixed,
+        impl=impl,
+    )
+    last_row = lax.dynamic_slice_in_dim(hidden, num_tokens - 1, 1, axis=0)
+    logits = logits_of(last_row, params.target.lm_head, impl=impl)  # f32[1, V]
+    first = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)[0]
+    state = _after_prefill(state, sequence, tokens, num_tokens, first, logits, is_last)
+    out = FirstToken(
+        first, logit_hash(logits)[0] if options.certify else None, state.status[sequence]
+    )
+    return out, state, buffers, scratch
+
+
+def _after_prefill(
+    state: DecodeState,
+    sequence: jax.Array,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    first: jax.Array,
+    logits: jax.Array,
+    is_last: jax.Array,
+) -> DecodeState:
+    """Append the chunk to the sequence's tokens and, after the last one, the anchor."""
+    row = state.tokens[sequence][None]
+    start = state.seq_lens[sequence]
+    offset = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+    row = write_tokens(row, tokens[None], start + offset, offset < num_tokens)
+    end = start + num_tokens
+    row = row.at[0, end].set(jnp.where(is_last, first, row[0, end]))
+    remaining = state.remaining[sequence] - is_last.astype(jnp.int32)
+    status = jnp.int32(Status.ACTIVE)
+    status = jnp.where(end >= state.max_lens[sequence], Status.CONTEXT, status)
+    status = jnp.where(remaining <= 0, Status.LENGTH, status)
+    stops = is_stop(first[None, None], state.stop_ids[sequence][None])[0, 0]
+    status = jnp.where(stops, Status.STOP, status)
+    status = jnp.where(jnp.isfinite(logits[0, first]), status, Status.NON_FINITE)
+    status = jnp.where(is_last, status, state.status[sequence]).astype(jnp.int32)
+    return state.replace(
+        tokens=state.tokens.at[sequence].set(row[0]),
+        seq_lens=state.seq_lens.at[sequence].set(end),
+        anchor=state.anchor.at[sequence].set(jnp.where(is_last, first, state.anchor[sequence])),
+        remaining=state.remaining.at[sequence].set(remaining),
+        status=state.status.at[sequence].set(status),
+    )
+
+
+def _step(
+    params: Params,
+    state: DecodeState,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    options: DecodeOptions,
+) -> tuple[StepOutput, DecodeState, Buffers, DflashScratch]:
+    """Propose, verify, commit."""
+    static = {"fixed": fixed, "impl": options.impl}
+    num_rows = rows_to_run(state, fixed)
+    proposal, buffers, scratch = drafters.get(params.draft).propose(
+        params, state, num_rows, buffers, scratch, **static
+    )
+    scratch = _record_block(scratch, state, proposal)
+    verification, buffers = verify(
+        params, proposal, num_rows, state, buffers, certify=options.certify, **static
+    )
+    state, buffers, scratch = commit(params, verification, state, buffers, scratch, **static)
+    return StepOutput(proposal, verification), state, buffers, scratch
+
+
+def rows_to_run(state: DecodeState, fixed: Fixed) -> jax.Array:
+    """i32[B] block rows of the next step: anchor and drafts that can still matter.
+
+    One row more than the budget is verified, as z-lab does, so that the drafts at the end of a
+    budget equal theirs; the commit drops the surplus.
+    """
+    rows = jnp.minimum(state.keep, fixed.num_drafts) + 1
+    rows = jnp.minimum(rows, state.remaining + 1)
+    rows = jnp.minimum(rows, state.max_lens - state.seq_lens)
+    return jnp.where(state.is_active, rows, 0)
+
+
+def _record_block(scratch: DflashScratch, state: DecodeState, proposal: Proposal) -> DflashScratch:
+    """Leave the block that goes to verification in the scratch."""
+    block = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
+    return scratch.replace(
+        draft_tokens_dev=block.reshape(-1),
+        draft_tokens_event=scratch.draft_tokens_event + jnp.uint32(1),
+    )
+
+
+@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
+def step(
+    params: Params,
+    state: DecodeState,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
+) -> tuple[StepOutput, DecodeState, Buffers, DflashScratch]:
+    """One propose-verify-commit cycle, for looking into."""
+    out, state, buffers, scratch = _step(
+        params, state, buffers, scratch, fixed=fixed, options=options
+    )
+    return out, state, buffers, _publish(scratch)
+
+
+@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
+def decode(
+    params: Params,
+    state: DecodeState,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
+) -> tuple[ChunkOutput, DecodeState, Buffers, DflashScratch]:
+    """Run up to `options.cycles` cycles, fewer when every sequence is finished.
+
+    Args:
+      params: the pair, not donated.
+      state, buffers, scratch: donated; they come back with equal shapes.
+      fixed: sizes; options: cycles, kernels, certification. Both static.
+    Returns:
+      ChunkOutput, then the carriers.
+    """
+
+    def goes_on(carry) -> jax.Array:
+        out, state, _, _ = carry
+        return (out.num_cycles < options.cycles) & jnp.any(state.is_active)
+
+    def cycle(carry):
+        out, state, buffers, scratch = carry
+        record, state, buffers, scratch = _step(
+            params, state, buffers, scratch, fixed=fixed, options=options
+        )
+        return _append(out, record), state, buffers, scratch
+
+    out = _empty_chunk(fixed, options)
+    out, state, buffers, scratch = lax.while_loop(goes_on, cycle, (out, state, buffers, scratch))
+    return out._replace(status=state.status), state, buffers, _publish(scratch)
+
+
+def decode_autoregressive(
+    params: Params,
+    state: DecodeState,
+    buffers: Buffers,
+    scratch: DflashScratch,
+    *,
+    fixed: Fixed,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
+) -> tuple[ChunkOutput, DecodeState, Buffers, DflashScratch]:
+    """Plain decoding by `decode`'s own executable: no draft is kept, one token a step."""
+    state = state.replace(keep=jnp.zeros_like(state.keep))
+    return decode(params, state, buffers, scratch, fixed=fixed, options=options)
+
+
+def _empty_chunk(fixed: Fixed, options: DecodeOptions) -> ChunkOutput:
+    per_cycle = (options.cycles, fixed.batch)
+    rows = (*per_cycle, fixed.verify_rows)
+    return ChunkOutput(
+        tokens=jnp.full(rows, -1, jnp.int32),
+        num_committed=jnp.zeros(per_cycle, jnp.int32),
+        num_accepted=jnp.zeros(per_cycle, jnp.int32),
+        num_proposed=jnp.zeros(per_cycle, jnp.int32),
+        drafts=jnp.full((*per_cycle, fixed.num_drafts), -1, jnp.int32),
+        hashes=jnp.zeros(rows, jnp.uint32) if options.certify else None,
+        num_cycles=jnp.zeros((), jnp.int32),
+        status=jnp.zeros((fixed.batch,), jnp.int32),
+    )
+
+
+def _append(out: ChunkOutput, record: StepOutput) -> ChunkOutput:
+    """Write one step's records at the chunk's next index."""
+    proposal, verification = record
+    i = out.num_cycles
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(field, value, i, axis=0)
+
+    hashes = out.hashes
+    if hashes is not None and verification.hashes is not None:
+        hashes = put(hashes, verification.hashes)
+    return ChunkOutput(
+        tokens=put(out.tokens, verification.committed),
+        num_committed=put(out.num_committed, verification.num_committed),
+        num_accepted=put(out.num_accepted, verification.num_accepted),
+        num_proposed=put(out.num_proposed, jnp.maximum(verification.num_rows - 1, 0)),
+        drafts=put(out.drafts, proposal.tokens),
+        hashes=hashes,
+        num_cycles=i + 1,
+        status=out.status,
+    )
+
+
+def _publish(scratch: DflashScratch) -> DflashScratch:
+    """Copy the block to where the host reads it."""
+    return scratch.replace(draft_tokens_host_pinned=scratch.draft_tokens_dev)

@@ -1,0 +1,147 @@
+"""Verification: the target's rows against the drafts, greedily (spec/verify.md §2.1, §2.3)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pallas_kernels as pk
+from dflash_jax import targets
+from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.fixed import Fixed
+from dflash_jax.layers import logits_of
+from dflash_jax.metadata import indirect_args, rows_metadata
+from dflash_jax.params import Params
+from dflash_jax.state import Buffers, DecodeState, Status
+
+_HASH_SPREAD = 2654435761  # 2^32 over the golden ratio
+
+
+class Verification(NamedTuple):
+    """What the target says of a block. `committed[b, :num_committed[b]]` are the new tokens."""
+
+    committed: jax.Array  # i32[B, R] the target's own token after each row
+    num_accepted: jax.Array  # i32[B] leading drafts that equal them
+    num_committed: jax.Array  # i32[B] accepted drafts and bonus, cut at a stop and by the budget
+    num_rows: jax.Array  # i32[B] rows verified
+    status: jax.Array  # i32[B] after the step
+    features: jax.Array  # [N, M*E] of all rows
+    hashes: jax.Array | None  # u32[B, R] of each row's logits, if certified
+
+
+def verify(
+    params: Params,
+    proposal: Proposal,
+    num_rows: jax.Array,
+    state: DecodeState,
+    buffers: Buffers,
+    *,
+    fixed: Fixed,
+    impl: str = "auto",
+    certify: bool = False,
+) -> tuple[Verification, Buffers]:
+    """Run anchor and drafts through the target and accept the leading drafts it agrees with.
+
+    Args:
+      params: the pair.
+      proposal: drafts.
+      num_rows: i32[B] rows the step may take: anchor and kept drafts, 0 for a finished sequence.
+      state: DecodeState.
+      buffers: donated; target pools, `logits`, `verify_batch_tokens` and the step arrays change.
+      certify: also hash each row's logits.
+    """
+    rows = jnp.minimum(num_rows, proposal.num_proposed + 1)
+    meta = rows_metadata(
+        state.seq_lens, rows, buffers.meta.block_table, fixed.verify_rows, fixed.page_size
+    )
+    tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, R]
+    hidden, features, buffers = target_rows(
+        params, tokens.reshape(-1), meta, indirect_args(state.seq_lens, rows), buffers, impl=impl
+    )
+    logits = logits_of(hidden, params.target.lm_head, impl=impl)  # f32[N, V]
+    choice = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)
+    buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=choice)
+    committed = choice.reshape(fixed.batch, fixed.verify_rows)
+    num_accepted = _leading_matches(proposal.tokens, committed, rows)
+    best = jnp.take_along_axis(logits, choice[:, None], axis=1).reshape(committed.shape)
+    num_committed, status = _cut(
+        committed, jnp.isfinite(best), jnp.where(rows > 0, num_accepted + 1, 0), state
+    )
+    hashes = logit_hash(logits).reshape(committed.shape) if certify else None
+    return (
+        Verification(committed, num_accepted, num_committed, rows, status, features, hashes),
+        buffers,
+    )
+
+
+def target_rows(
+    params: Params, tokens: jax.Array, meta, args: jax.Array, buffers: Buffers, *, impl: str
+) -> tuple[jax.Array, jax.Array, Buffers]:
+    """Run i32[N] tokens through the target: hidden rows [N, E], features [N, M*E], buffers."""
+    depth = len(params.target.layers)
+    out = targets.forward(
+        params.target,
+        tokens,
+        meta,
+        args,
+        buffers.k_pools[:depth],
+        buffers.v_pools[:depth],
+        taps=params.taps,
+        impl=impl,
+    )
+
+    def lead(field: jax.Array, rows: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(field, rows, 0, axis=0)
+
+    buffers = buffers.replace(
+        hidden=lead(buffers.hidden, out.hidden),
+        residual=lead(buffers.residual, out.residual),
+        tokens=lead(buffers.tokens, tokens),
+        k_pools=out.k_pools + buffers.k_pools[depth:],
+        v_pools=out.v_pools + buffers.v_pools[depth:],
+    )
+    return out.hidden, out.features, buffers
+
+
+def _leading_matches(drafts: jax.Array, choice: jax.Array, rows: jax.Array) -> jax.Array:
+    """a = sum(cumprod(draft_j == choice_j)) over the drafts that were verified, i32[B]."""
+    offset = jnp.arange(drafts.shape[1], dtype=jnp.int32)
+    matches = (drafts == choice[:, :-1]) & (offset < rows[:, None] - 1)
+    return jnp.sum(jnp.cumprod(matches.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
+def is_stop(tokens: jax.Array, stop_ids: jax.Array) -> jax.Array:
+    """bool[B, R]: whether tokens[B, R] are among stop_ids[B, 16]."""
+    return jnp.any(tokens[:, :, None] == stop_ids[:, None, :], axis=2)
+
+
+def _cut(
+    committed: jax.Array, is_finite: jax.Array, count: jax.Array, state: DecodeState
+) -> tuple[jax.Array, jax.Array]:
+    """Cut `count` tokens at a non-finite row, a stop, the budget; say where that leaves a sequence."""
+    offset = jnp.arange(committed.shape[1], dtype=jnp.int32)
+    wanted = offset < count[:, None]
+
+    def first(mask: jax.Array) -> jax.Array:
+        """Index of the first true entry a sequence, R where there is none."""
+        return jnp.min(jnp.where(mask, offset, committed.shape[1]), axis=1)
+
+    bad = first(wanted & ~is_finite)
+    stop = first(wanted & is_stop(committed, state.stop_ids))
+    taken = jnp.minimum(jnp.minimum(count, state.remaining), jnp.minimum(bad, stop + 1))
+    status = jnp.full_like(state.status, Status.ACTIVE)
+    status = jnp.where(state.seq_lens + taken >= state.max_lens, Status.CONTEXT, status)
+    status = jnp.where(state.remaining <= taken, Status.LENGTH, status)
+    status = jnp.where(stop < taken, Status.STOP, status)
+    status = jnp.where((bad < count) & (bad <= taken), Status.NON_FINITE, status)
+    return taken, jnp.where(state.is_active, status, state.status).astype(jnp.int32)
+
+
+def logit_hash(logits: jax.Array) -> jax.Array:
+    """u32[N] of f32[N, V]: bit patterns times an odd number a column, summed modulo 2^32."""
+    column = np.arange(logits.shape[1], dtype=np.uint64)
+    odd = ((2 * column + 1) * _HASH_SPREAD % 2**32 | 1).astype(np.uint32)
+    bits = lax.bitcast_convert_type(logits, jnp.uint32)
+    return jnp.sum(bits * odd, axis=1, dtype=jnp.uint32)
