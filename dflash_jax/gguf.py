@@ -310,6 +310,9 @@ class _Tensors(Mapping[str, np.ndarray]):
         heads = self._heads.get(parts[-2]) if len(parts) > 1 else None
         return array if heads is None else _undo_interleave(array, heads)
 
+    def __contains__(self, name: object) -> bool:  # Mapping's own would dequantise
+        return name in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from dflash_jax.json_file import read_json
+
 Message = Mapping[str, Any]
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
@@ -67,7 +69,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
             raise ValueError(f"{path}: {error}") from None
-        config = _read_json(folder / "tokenizer_config.json")
+        config_path = folder / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.is_file() else {}
         _add_missing_tokens(backend, config, folder)
         special = {
             name: value["content"] if isinstance(value, Mapping) else value
@@ -286,18 +289,6 @@ def _add_missing_tokens(
                 f"{folder}: token {content!r} is {backend.token_to_id(content)} in tokenizer.json "
                 f"and {index} in tokenizer_config.json"
             )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: a JSON {type(value).__name__}, wanted an object")
-    return value
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
