@@ -22,7 +22,8 @@ _MISSING = object()
 class RopeConfig:
     """Rotary embedding of one model; formulas in `layers.rope_frequencies`.
 
-    `attention_factor` multiplies cos and sin (YaRN); `original_context` is the length before scaling.
+    `attention_factor` multiplies cos and sin (YaRN); `original_context` is the length before
+    scaling.
     """
 
     kind: str = "default"
@@ -50,7 +51,8 @@ class RopeConfig:
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
         if kind not in _ROPE_KINDS:
             raise NotImplementedError(
-                f"{who}: rope type {kind!r} is not supported, wanted one of {', '.join(_ROPE_KINDS)}"
+                f"{who}: rope type {kind!r} is not supported, wanted one of "
+                f"{', '.join(_ROPE_KINDS)}"
             )
         if (
             float(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
@@ -181,7 +183,7 @@ def _require_plain_layers(config: Json, who: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How one drafter layer sees keys: causal inside the block or not, and its window (None: all)."""
+    """How one drafter layer sees keys: causal in the block or not, and its window (None: all)."""
 
     is_causal: bool = False
     window: int | None = None
@@ -224,6 +226,11 @@ class DraftConfig:
     def max_drafts(self) -> int:
         """Drafts of a full block: every row but the anchor's."""
         return self.block_rows - 1
+
+    @property
+    def backbone(self) -> DraftConfig | None:
+        """Config of the layers that run: its own."""
+        return self
 
     @property
     def num_conv_groups(self) -> int:
@@ -308,13 +315,20 @@ class DraftConfig:
 class RuleConfig:
     """A drafter without weights: `kind` is none, prompt_lookup or oracle.
 
-    `ngram` is prompt lookup's match length.
+    `ngram` is prompt lookup's match length. `inner` is the config of the drafter whose work an
+    oracle runs before it replaces the drafts, so that a forced acceptance costs what a real one
+    does.
     """
 
     kind: str
     max_drafts: int
     ngram: int = 0
-    target_layer_ids: tuple[int, ...] = ()
+    inner: DraftConfig | None = None
+
+    @property
+    def backbone(self) -> DraftConfig | None:
+        """Config of the layers that run, if any do."""
+        return self.inner
 
 
 def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:

@@ -132,7 +132,6 @@ def plan(
     prefill_chunk: int = 512,
     num_pages: int | None = None,
     dtype: str = "bfloat16",
-    inner: DraftConfig | None = None,
 ) -> Fixed:
     """Choose every static size of a decode.
 
@@ -146,15 +145,14 @@ def plan(
       prefill_chunk: most prompt tokens a prefill call takes, a power of two.
       num_pages: pages of each pool; by default every sequence can fill its block table.
       dtype: of pools and activations, that of the weights.
-      inner: config of the drafter an oracle runs.
 
     Raises:
       ValueError: a size outside what is stated above, or a pair that cannot work together.
     """
     num_drafts = draft.max_drafts if num_drafts is None else num_drafts
     _check_sizes(target, draft, batch, max_context, num_drafts, page_size, prefill_chunk, num_pages)
-    layers = inner or draft
-    if isinstance(layers, DraftConfig):
+    layers = draft.backbone
+    if layers is not None:
         check_pair(target, layers)
     rows, pages = num_drafts + 1, -(-max_context // page_size)
     num_rows = batch * rows
@@ -162,7 +160,7 @@ def plan(
     width = max(prefill_chunk, num_rows)
     pool = ArraySpec(pool_shape(num_pages, page_size, target.num_kv_heads, target.head_dim), dtype)
     pools = (pool,) * target.num_layers
-    if isinstance(layers, DraftConfig):
+    if layers is not None:
         shape = pool_shape(num_pages, page_size, layers.num_kv_heads, layers.head_dim)
         pools += (ArraySpec(shape, dtype),) * layers.num_layers
     return Fixed(

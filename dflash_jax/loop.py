@@ -56,7 +56,7 @@ class StepOutput(NamedTuple):
 
 
 class ChunkOutput(NamedTuple):
-    """Records of one dispatch. Only the first `num_cycles` entries of a [cycles, ...] array count."""
+    """Records of one dispatch; of a [cycles, ...] array the first `num_cycles` entries count."""
 
     tokens: jax.Array  # i32[cycles, B, R] committed
     num_committed: jax.Array  # i32[cycles, B]

@@ -106,11 +106,5 @@ class Params:
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs the drafter reads."""
-        return backbone_params(self.draft).config.target_layer_ids
-
-
-def backbone_params(draft: DraftParams | RuleParams) -> DraftParams | RuleParams:
-    """The drafter that owns layers and pools: an oracle's inner one, else itself."""
-    if isinstance(draft, RuleParams) and draft.inner is not None:
-        return draft.inner
-    return draft
+        layers = self.draft.config.backbone
+        return () if layers is None else layers.target_layer_ids

@@ -19,7 +19,7 @@ SELECTOR_CANDIDATES = 16  # width of sel_*; a smaller selector_top_k masks the r
 
 @struct.dataclass
 class DflashScratch:
-    """Working arrays of one propose. N = B*R block rows, J = B*num_drafts draft rows, W context rows.
+    """Working arrays of one propose: N block rows, J = B*num_drafts draft rows, W context rows.
 
     Integers are i32 (the seeds' slots are i64; x64 stays off), arguments and the event u32.
     """
@@ -61,7 +61,7 @@ class DflashScratch:
 
 def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
     """Shape and dtype of each scratch field for a drafter; None where it has no such head."""
-    rows, width = fixed.num_rows, fixed.max_rows
+    rows = fixed.num_rows
     specs: dict[str, ArraySpec | None] = dict.fromkeys(DflashScratch.__dataclass_fields__)
     specs.update(
         option_b_indirect_args_dev=ArraySpec((fixed.batch, 3), "uint32"),
@@ -70,8 +70,13 @@ def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, Ar
         draft_tokens_event=ArraySpec((), "uint32"),
         draft_tokens_dev=ArraySpec((rows,), "int32"),
     )
-    if not isinstance(draft, DraftConfig):
-        return specs
+    layers = draft.backbone
+    return specs if layers is None else specs | _layer_specs(layers, fixed)
+
+
+def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
+    """Fields that a drafter with layers fills."""
+    rows, width = fixed.num_rows, fixed.max_rows
     dtype = fixed.hidden.dtype
     q, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
     drafts = fixed.batch * fixed.num_drafts
@@ -87,7 +92,9 @@ def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, Ar
         "mlp_up": draft.ffn,
         "stream_acc": draft.width,
     }
-    specs.update({name: ArraySpec((rows, size), dtype) for name, size in block.items()})
+    specs: dict[str, ArraySpec | None] = {
+        name: ArraySpec((rows, size), dtype) for name, size in block.items()
+    }
     specs.update(
         fc_proj=ArraySpec((width, draft.width), dtype),
         fused_kv_out=ArraySpec((width, draft.num_layers * 2 * kv), dtype),
@@ -108,7 +115,7 @@ def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, Ar
 
 
 def init_scratch(draft: DraftConfig | RuleConfig, *, fixed: Fixed) -> DflashScratch:
-    """Scratch of zeros for a drafter's config (an oracle's: that of its inner drafter)."""
+    """Scratch of zeros for a drafter's config."""
     specs = scratch_specs(draft, fixed)
     return DflashScratch(
         **{

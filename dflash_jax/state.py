@@ -1,4 +1,4 @@
-"""What a decode carries: `DecodeState` (what sequences mean) and `Buffers` (arrays of fixed shape)."""
+"""What a decode carries: `DecodeState` (what sequences mean) and `Buffers` (of fixed shape)."""
 
 from __future__ import annotations
 

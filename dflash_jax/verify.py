@@ -120,7 +120,7 @@ def is_stop(tokens: jax.Array, stop_ids: jax.Array) -> jax.Array:
 def _cut(
     committed: jax.Array, is_finite: jax.Array, count: jax.Array, state: DecodeState
 ) -> tuple[jax.Array, jax.Array]:
-    """Cut `count` tokens at a non-finite row, a stop, the budget; say where that leaves a sequence."""
+    """Cut `count` tokens at a non-finite row, a stop and the budget; the status after that."""
     offset = jnp.arange(committed.shape[1], dtype=jnp.int32)
     wanted = offset < count[:, None]
 

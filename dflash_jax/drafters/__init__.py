@@ -10,11 +10,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.config import RuleConfig
 from dflash_jax.drafters import backbone, dflash, dflash2, oracle, prompt_lookup
+from dflash_jax.drafters.oracle import oracle_drafter
+from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.params import DraftParams, Params, RuleParams
 
-__all__ = ["Drafter", "Proposal", "get"]
+__all__ = [
+    "Drafter",
+    "Proposal",
+    "get",
+    "no_drafter",
+    "oracle_drafter",
+    "prompt_lookup_drafter",
+]
 
 
 class Drafter(NamedTuple):
@@ -26,6 +36,11 @@ class Drafter(NamedTuple):
 
     propose: Callable
     advance: Callable
+
+
+def no_drafter() -> RuleParams:
+    """Plain decoding by a step of one row, the fastest there is (outside the bitwise law)."""
+    return RuleParams(None, None, None, RuleConfig("none", 0))
 
 
 def _keep_context(draft, features, positions, slots, buffers, scratch, *, fixed, impl="auto"):

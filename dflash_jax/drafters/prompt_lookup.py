@@ -6,11 +6,25 @@ The most recent earlier occurrence wins; without one nothing is proposed.
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.config import RuleConfig
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
-from dflash_jax.params import Params
+from dflash_jax.params import Params, RuleParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
+
+
+def prompt_lookup_drafter(*, num_drafts: int = 7, ngram: int = 3) -> RuleParams:
+    """A drafter without weights that copies from the text so far.
+
+    Raises:
+      ValueError: fewer than one draft, or an n-gram of no token.
+    """
+    if num_drafts < 1 or ngram < 1:
+        raise ValueError(
+            f"prompt lookup: num_drafts is {num_drafts} and ngram {ngram}, wanted both at least 1"
+        )
+    return RuleParams(None, None, None, RuleConfig("prompt_lookup", num_drafts, ngram=ngram))
 
 
 def propose(
