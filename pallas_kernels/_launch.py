@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 IMPLS = ("auto", "xla", "pallas", "interpret")
@@ -23,7 +24,8 @@ def dispatch(op: str, impl: str, xla: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError(
             f"{op}: impl={impl!r} has no kernel to run, supported are 'auto' and 'xla'"
         )
-    return xla(*args)
+    # Callers at a prompt pass NumPy arrays, which have no `.at`.
+    return xla(*(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args))
 
 
 def show(x: Any) -> str:

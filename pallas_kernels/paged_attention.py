@@ -10,6 +10,8 @@ go through segments of keys at absolute positions with an online softmax (Milako
 2018); segments that no row can see are skipped, with the bits of masking them.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -90,29 +92,27 @@ def paged_attention_xla(
     """`paged_attention` by gathering pages, in one shot or by segments as R asks."""
     b, r, h, d = q.shape
     kv_heads, page_size = k_pool.shape[1:3]
-    group = h // kv_heads
     kv_len = args[:, 0].astype(jnp.int32)
     row_pos = args[:, 1].astype(jnp.int32)[:, None] + jnp.arange(r, dtype=jnp.int32)[None]  # [B, R]
-    # The rows of all heads of one kv head are the rows of one matrix.
-    q_bkxd = q.reshape(b, r, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
-    q_bkxd = q_bkxd.reshape(b, kv_heads, r * group, d)
+    # All rows and heads that share a kv head are the rows of one matrix; G = H // K.
+    q_bkrgd = q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4)
 
     def attend(table, first_key):
         """Return (m, l, acc) of all rows over the keys of the pages in `table`."""
         k, v, exists, key_pos = _read_pages(k_pool, v_pool, table, first_key, kv_len, q.dtype)
         sees = exists[:, None] & _in_reach(row_pos, key_pos, is_causal, window)  # [B, R, S]
-        sees = jnp.repeat(sees, group, axis=1)[:, None]  # [B, 1, R*G, S]
-        return _softmax_over(q_bkxd, k, v, sees, scale)
+        return _softmax_over(q_bkrgd, k, v, sees[:, None, :, None], scale)
 
     if r <= _ONE_SHOT_ROWS:
         _, l, acc = attend(block_table, 0)
     else:
         pages_a_step = max(1, min(_SEGMENT_KEYS // page_size, block_table.shape[1]))
         bounds = _segment_bounds(row_pos, kv_len, is_causal, window, pages_a_step * page_size)
-        _, l, acc = _by_segments(attend, block_table, pages_a_step, page_size, bounds, q_bkxd.shape)
+        _, l, acc = _by_segments(
+            attend, block_table, pages_a_step, page_size, bounds, q_bkrgd.shape
+        )
     out = acc / jnp.where(l == 0, 1.0, l)  # a row that sees no key has acc = 0
-    out = out.reshape(b, kv_heads, r, group, d).transpose(0, 2, 1, 3, 4)
-    return out.reshape(b, r, h, d).astype(q.dtype)
+    return out.transpose(0, 2, 1, 3, 4).reshape(b, r, h, d).astype(q.dtype)
 
 
 def _read_pages(k_pool, v_pool, table, first_key, kv_len, dtype):
@@ -124,13 +124,15 @@ def _read_pages(k_pool, v_pool, table, first_key, kv_len, dtype):
     kv_heads, page_size, d = k_pool.shape[1:]
     keys = pages * page_size
     key_pos = first_key + jnp.arange(keys, dtype=jnp.int32)
-    exists = (key_pos[None] < kv_len[:, None]) & jnp.repeat(table >= 0, page_size, axis=1)
+    has_page = jnp.broadcast_to((table >= 0)[:, :, None], (b, pages, page_size)).reshape(b, keys)
+    exists = has_page & (key_pos[None] < kv_len[:, None])  # [B, S]
     # Indexing (page, kv head) lets the gather write [B, K, S, D], the layout of both dots.
     page = jnp.maximum(table, 0)[:, None, :]  # [B, 1, P]
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]  # [1, K, 1]
 
     def read(pool):
-        rows = pool.at[page, head].get(mode="promise_in_bounds")  # [B, K, P, page_size, D]
+        at = pool.at[page, head]
+        rows = at.get(mode="promise_in_bounds", wrap_negative_indices=False)
         rows = rows.reshape(b, kv_heads, keys, d).astype(dtype)
         return jnp.where(exists[:, None, :, None], rows, jnp.zeros((), dtype))
 
@@ -149,24 +151,14 @@ def _in_reach(row_pos, key_pos, is_causal: bool, window: int | None):
 
 
 def _softmax_over(q, k, v, sees, scale):
-    """Return running maximum m, sum l (both f32[B, K, X, 1]) and accumulator acc of one segment."""
-    precision = dot_precision(q.dtype)
-    scores = jnp.einsum(
-        "bkxd,bksd->bkxs", q, k, precision=precision, preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(sees, scores * scale, MASK_VALUE)
+    """Return the maximum m, the sum l (both f32[B, K, R, G, 1]) and acc f32[B, K, R, G, D]."""
+    dot = partial(jnp.einsum, precision=dot_precision(q.dtype), preferred_element_type=jnp.float32)
+    scores = jnp.where(sees, dot("bkrgd,bksd->bkrgs", q, k) * scale, MASK_VALUE)
     m = jnp.max(scores, axis=-1, keepdims=True)
     # The second mask is for rows that see nothing, where exp(MASK_VALUE - m) is 1.
     p = jnp.where(sees, jnp.exp(scores - m), 0.0)
     l = jnp.sum(p, axis=-1, keepdims=True)
-    acc = jnp.einsum(
-        "bkxs,bksd->bkxd",
-        p.astype(v.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return m, l, acc
+    return m, l, dot("bkrgs,bksd->bkrgd", p.astype(v.dtype), v)
 
 
 def _segment_bounds(row_pos, kv_len, is_causal: bool, window: int | None, segment: int):
@@ -179,7 +171,8 @@ def _segment_bounds(row_pos, kv_len, is_causal: bool, window: int | None, segmen
     first = jnp.zeros_like(last)
     if window is not None:
         first = jnp.maximum(first, row_pos[:, 0] - window + 1)
-    return jnp.min(first) // segment, (jnp.max(last) + segment - 1) // segment
+    end = jnp.max(last) + (segment - 1)
+    return lax.div(jnp.min(first), segment), lax.div(end, segment)
 
 
 def _by_segments(attend, table, pages_a_step: int, page_size: int, bounds, shape):

@@ -7,6 +7,7 @@ an `optimization_barrier` between the two, else XLA copies it (known for gathers
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels._launch import (
     check_dtype,
@@ -50,14 +51,19 @@ def reshape_and_cache_xla(k, v, k_pool, v_pool, slots) -> tuple[jax.Array, jax.A
     # A dropped row gets its own page past the end: index -1 would wrap to the last page, and equal
     # indices would break the promise of unique_indices.
     past_end = pages + jnp.arange(slots.shape[0], dtype=jnp.int32)
-    page = jnp.where(slots < 0, past_end, slots // page_size)[:, None]  # [N, 1]
-    offset = jnp.where(slots < 0, 0, slots % page_size)[:, None]
+    slot = jnp.maximum(slots, 0)
+    page = jnp.where(slots < 0, past_end, lax.div(slot, page_size))[:, None]  # [N, 1]
+    offset = lax.rem(slot, page_size)[:, None]
     # Indexing the kv head as well keeps the indexed axes leading: with a slice between them XLA
     # would transpose the pool.
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :]  # [1, K]
 
     def write(pool, rows):
-        at = pool.at[page, head, offset]
-        return at.set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
+        return pool.at[page, head, offset].set(
+            rows.astype(pool.dtype),
+            mode="drop",
+            unique_indices=True,
+            wrap_negative_indices=False,
+        )
 
     return write(k_pool, k), write(v_pool, v)

@@ -58,11 +58,11 @@ def top16_xla(logits, k: int, vocab: int) -> tuple[jax.Array, jax.Array]:
         group = jnp.sort(group, axis=1)  # top_k's lowest index is then the lowest id
     ids = group[:, :, None] * _GROUP + jnp.arange(_GROUP, dtype=jnp.int32)[None, None, :]
     ids = jnp.broadcast_to(ids, (n, *ids.shape[1:])).reshape(n, -1)  # [N, <= 2048], ascending
-    survivors = jnp.take_along_axis(logits, jnp.minimum(ids, vocab - 1), axis=1)
+    survivors = _take(logits, jnp.minimum(ids, vocab - 1), 1)
     # Past the end ties with a real -inf at most, and loses that tie by its higher id.
     survivors = jnp.where(ids < vocab, _ordered(survivors), -jnp.inf)
     vals, at = lax.top_k(survivors, k)
-    ids = jnp.take_along_axis(ids, at, axis=1)
+    ids = _take(ids, at, 1)
     vals = jnp.where(vals == -jnp.inf, MASK_VALUE, vals)
     rest = ((0, 0), (0, CANDIDATES - k))
     return jnp.pad(vals, rest, constant_values=MASK_VALUE), jnp.pad(ids, rest)
@@ -137,9 +137,9 @@ def selector_walk_xla(
 
     All edges of all rows are scored at once, and each row's winner for each of 16 predecessors, so
     that only index look-ups depend on the row before: scoring row by row would put a gather, a dot
-    and an argmax into that chain instead.
+    and an argmax into a chain of J steps instead.
     """
-    b, j, c = ids.shape
+    b, _, c = ids.shape
     counts = jnp.arange(c) < k  # [C]
     prev = jnp.concatenate([jnp.broadcast_to(anchor[:, None, None], (b, 1, c)), ids[:, :-1]], 1)
     left = _rows_f32(predecessor, prev) * hproj.astype(jnp.float32)[:, :, None]  # [B, J, C, r]
@@ -153,16 +153,29 @@ def selector_walk_xla(
     lattice = vals[:, :, None] + edges
     lattice = jnp.where(counts[None, None, None], lattice, MASK_VALUE)  # [B, J, prev C, C]
     best = _best_candidate(lattice, ids[:, :, None], counts[None, None, None])  # [B, J, prev C]
-    at = jnp.zeros((b, 1), jnp.int32)
-    steps = []
-    for row in range(j):
-        steps.append(at)
-        at = jnp.take_along_axis(best[:, row], at, axis=1)  # [B, 1]
-    came_from = jnp.concatenate(steps, 1)  # [B, J]
-    chosen = jnp.concatenate([*steps[1:], at], 1)
-    path = jnp.take_along_axis(ids, chosen[:, :, None], axis=2)[:, :, 0]
-    scores = jnp.take_along_axis(lattice, came_from[:, :, None, None], axis=2)[:, :, 0]
+    chosen = _follow(best)  # [B, J]
+    came_from = jnp.pad(
+        chosen[:, :-1], ((0, 0), (1, 0))
+    )  # all predecessors of row 0 are the anchor
+    path = _take(ids, chosen[:, :, None], 2)[:, :, 0]
+    scores = _take(lattice, came_from[:, :, None, None], 2)[:, :, 0]
     return path, scores
+
+
+def _follow(best) -> jax.Array:
+    """Return i32[B, J], the candidate each row ends at when row 0 comes from candidate 0.
+
+    best[b, j, p] is row j's candidate after candidate p of the row before. Composing neighbours at
+    distance 1, 2, 4, ... takes log2(J) dependent look-ups where a walk takes J.
+    """
+    num_rows = best.shape[1]
+    start = jnp.broadcast_to(jnp.arange(best.shape[2], dtype=jnp.int32)[None, None], best.shape)
+    distance = 1
+    while distance < num_rows:
+        before = jnp.concatenate([start[:, :distance], best[:, :-distance]], 1)
+        best = _take(best, before, 2)
+        distance *= 2
+    return best[:, :, 0]
 
 
 def _best_candidate(scores, ids, counts) -> jax.Array:
@@ -172,9 +185,17 @@ def _best_candidate(scores, ids, counts) -> jax.Array:
     return lax.argmin(ids, ids.ndim - 1, jnp.int32)
 
 
+def _take(x, index, axis: int) -> jax.Array:
+    """`take_along_axis` without bounds handling: every index here is computed in range."""
+    return jnp.take_along_axis(
+        x, index, axis, mode="promise_in_bounds", wrap_negative_indices=False
+    )
+
+
 def _rows_f32(codebook, ids) -> jax.Array:
     """Gather codebook rows as f32; every id is a token's."""
-    return codebook.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+    rows = codebook.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return rows.astype(jnp.float32)
 
 
 def _group_maxima(logits) -> jax.Array:
