@@ -69,8 +69,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufModel:
       NotImplementedError: an architecture, rope scaling or quantisation that is not supported.
     """
     path = Path(path)
-    reader = _open(path)
-    meta = {name: field.contents() for name, field in reader.fields.items()}
+    reader, meta = _open(path)
     arch = meta.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise NotImplementedError(
@@ -130,16 +129,17 @@ class _Reader(GGUFReader):
             raise ValueError(f"byte {end} is wanted, the file has {self.data.size} (truncated?)")
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such GGUF file")
     try:
         reader = _Reader(path)
+        meta = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise ValueError(f"{path}: not a readable GGUF file ({error})") from error
     if reader.byte_order != "I":
         raise NotImplementedError(f"{path}: a GGUF file of the other byte order is not supported")
-    return reader
+    return reader, meta
 
 
 def _hf_config(path: Path, arch: str, meta: dict[str, Any], reader: GGUFReader) -> dict[str, Any]:

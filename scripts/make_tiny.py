@@ -1,7 +1,7 @@
 """Write a tiny random target and drafter in public checkpoint formats, for tests and notebooks.
 
-The target is a Qwen3 or Llama folder with a byte-level tokenizer and a chat template; the drafter is
-a z-lab DFlash or DFlash2 folder for it. NumPy only: no jax, no network, a few hundred kB.
+The target is a Qwen3 or Llama folder with a byte-level tokenizer and a chat template; the drafter
+is a z-lab DFlash or DFlash2 folder for it. NumPy only: no jax, no network, a few hundred kB.
 
 Example:
     python scripts/make_tiny.py /tmp/tiny --target qwen3 --drafter dflash2
@@ -28,11 +28,12 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Merges of frequent English pairs, so that some tokens have two letters; 47 and the 256 bytes, three
-# special tokens and the mask make an odd vocabulary of 307.
+# Frequent English pairs, so that some tokens have two letters: 47 of them, 256 bytes, three special
+# tokens and the mask make an odd vocabulary of 307.
 MERGES = (
-    "t h,i n,e r,a n,o n,r e,h e,e n,a t,o r,e s,i s,i t,n d,s t,o u,a r,a l,l e,e d,t i,o f,v e,"
-    "a s,n g,s e,m e,c o,r o,l l,d e,l i,r i,i o,i c,n e,e a,r a,c e,c h,b e,m a,s i,o m,u r,n t,w i"
+    "t h,i n,e r,a n,o n,r e,h e,e n,a t,o r,e s,i s,i t,n d,s t,o u,a r,a l,l e,e d,t i,o f,"
+    "v e,a s,n g,s e,m e,c o,r o,l l,d e,l i,r i,i o,i c,n e,e a,r a,c e,c h,b e,m a,s i,o m,"
+    "u r,n t,w i"
 ).split(",")
 
 
