@@ -308,5 +308,5 @@ def _append(out: ChunkOutput, record: StepOutput) -> ChunkOutput:
 
 
 def _publish(scratch: DflashScratch) -> DflashScratch:
-    """Copy the block to where the host reads it."""
+    """Leave the dispatch's last block where the host reads it."""
     return scratch.replace(draft_tokens_host_pinned=scratch.draft_tokens_dev)

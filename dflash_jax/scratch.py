@@ -43,7 +43,9 @@ class DflashScratch:
     option_b_indirect_args_dev: jax.Array  # u32[B, 3] kv_len, q_offset, q_rope_pos
     position_ids: jax.Array  # i32[N] absolute positions of the block rows
     # tokens out
-    draft_tokens_host_pinned: jax.Array  # i32[N] copy of the block that the host may read
+    # A donated carry cannot live in host memory (XLA would alias it with a device buffer of its
+    # shape), so this is the dispatch's last block, in device memory, for copy_to_host_async.
+    draft_tokens_host_pinned: jax.Array  # i32[N]
     draft_tokens_event: jax.Array  # u32[] steps proposed so far: wait for it, then read
     draft_tokens_dev: jax.Array  # i32[N] anchor and drafts
     logits: jax.Array | None  # f32[J, V] drafter logits, transformed; the anchor's row has none
