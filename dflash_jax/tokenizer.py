@@ -131,6 +131,7 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         enable_thinking: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
@@ -139,6 +140,8 @@ class Tokenizer:
         Args:
           messages: dicts with `role` and `content`.
           add_generation_prompt: end with the opening of an assistant turn.
+          continue_final: end inside the last message, so that the model goes on writing it;
+            excludes the generation prompt.
           enable_thinking: passed to the template when not None; its own default otherwise.
           tools: JSON schemas of tools, for templates that take them.
         """
@@ -147,14 +150,15 @@ class Tokenizer:
         arguments: dict[str, Any] = dict(self.special_tokens)
         if enable_thinking is not None:
             arguments["enable_thinking"] = enable_thinking
-        return _render(
+        text = _render(
             self.chat_template,
             messages=[dict(message) for message in messages],
             tools=tools,
             documents=None,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continue_final,
             **arguments,
         )
+        return _cut_after(text, messages[-1]["content"]) if continue_final else text
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """`render_chat` as ids; the template writes its own special tokens."""
@@ -300,6 +304,16 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Drop what the template wrote after the last message's content."""
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise ValueError("chat template: it changes the last message, which cannot be continued")
+    end = at + len(content.strip())
+    kept = content.lstrip()  # trailing spaces stay where the template kept them
+    return text[: at + len(kept)] if text.startswith(kept, at) else text[:end]
 
 
 def _render(template: str, **variables: Any) -> str:
