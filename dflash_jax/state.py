@@ -73,7 +73,7 @@ def init_state(fixed: Fixed) -> DecodeState:
         anchor=jnp.zeros_like(per_sequence),
         remaining=jnp.zeros_like(per_sequence),
         max_lens=jnp.zeros_like(per_sequence),
-        keep=jnp.full_like(per_sequence, fixed.num_drafts),
+        keep=jnp.full_like(per_sequence, fixed.num_drafts, jnp.int32),
         stop_ids=jnp.full((fixed.batch, MAX_STOP_IDS), -1, jnp.int32),
         status=jnp.full_like(per_sequence, int(Status.EMPTY)),  # an enum would be weakly typed
         num_steps=jnp.zeros((), jnp.int32),
