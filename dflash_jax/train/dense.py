@@ -97,8 +97,9 @@ def target_forward(
     x = params.embed[tokens.reshape(-1)]
     kept = {-1: x} if -1 in taps else {}
     for index, layer in enumerate(params.layers):
-        q, k, v = (y.reshape(batch, length, *y.shape[1:])
-                   for y in target_qkv(layer, x, cos, sin, config))
+        q, k, v = (
+            y.reshape(batch, length, *y.shape[1:]) for y in target_qkv(layer, x, cos, sin, config)
+        )
         x = target_tail(layer, x, attend(q, k, v).reshape(batch * length, -1), config)
         if index in taps:
             kept[index] = x

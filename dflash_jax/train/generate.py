@@ -38,7 +38,7 @@ class ChatRules:
     next_turn: tuple[int, ...]
     stops: tuple[int, ...]
     banned: tuple[int, ...]
-    min_p: float = 0.02
+    min_p: float = 0.05
     second_turn_chance: float = 0.6
     second_turn_room: int = 128
     second_turn_limit: int = 48
@@ -143,9 +143,7 @@ def sample(logits: jax.Array, uniform: jax.Array, min_p: float) -> jax.Array:
     return (group * _GROUP + jnp.minimum(column, last)).astype(jnp.int32)
 
 
-def _user_token(
-    logits: jax.Array, rows: Rows, uniform: jax.Array, rules: ChatRules
-) -> jax.Array:
+def _user_token(logits: jax.Array, rows: Rows, uniform: jax.Array, rules: ChatRules) -> jax.Array:
     """A sampled token for the user's turn, which does not end before it began."""
     columns = jnp.arange(logits.shape[1])
     banned = jnp.isin(columns, jnp.asarray(rules.banned, jnp.int32))
@@ -204,8 +202,13 @@ def advance(
 
     new_mode = jnp.select(
         [prompt_over, user_over, turn_over, answer_over, next_over],
-        [after_prompt, jnp.full_like(mode, _TURN), jnp.full_like(mode, _ANSWER),
-         jnp.where(goes_on, _NEXT, _DONE), jnp.full_like(mode, _USER)],
+        [
+            after_prompt,
+            jnp.full_like(mode, _TURN),
+            jnp.full_like(mode, _ANSWER),
+            jnp.where(goes_on, _NEXT, _DONE),
+            jnp.full_like(mode, _USER),
+        ],
         mode,
     )
     skips_end = user_over & ended  # the end of the turn is there already
@@ -239,9 +242,7 @@ def run_phase(
         rows, caches = carry
         current = jax.lax.dynamic_index_in_dim(rows.tokens, t, 1, keepdims=False)
         logits, caches = next_logits(params, current, t, caches)
-        uniform = jax.random.uniform(
-            jax.random.fold_in(key, t), (2, current.shape[0]), jnp.float32
-        )
+        uniform = jax.random.uniform(jax.random.fold_in(key, t), (2, current.shape[0]), jnp.float32)
         return advance(rows, logits, t, uniform, openings, rules, quotes_in), caches
 
     return jax.lax.fori_loop(start, stop, step, (rows, caches))
@@ -279,7 +280,14 @@ def generate(
             caches = jax.tree.map(lambda x: jnp.pad(x, grow), caches)  # noqa: B023
         stop = min(size, length - 1)
         rows, caches = run_phase(
-            params, on_device, quotes_in, key, jnp.int32(start), jnp.int32(stop), rows, caches,
+            params,
+            on_device,
+            quotes_in,
+            key,
+            jnp.int32(start),
+            jnp.int32(stop),
+            rows,
+            caches,
             rules=rules,
         )
         start = size

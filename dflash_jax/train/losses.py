@@ -179,9 +179,7 @@ def selection(
 
     The gather costs C*E a row, far less than a scatter of gradients into [N, V].
     """
-    unary = jnp.einsum(
-        "ne,nce->nc", hidden, head[candidates], preferred_element_type=jnp.float32
-    )
+    unary = jnp.einsum("ne,nce->nc", hidden, head[candidates], preferred_element_type=jnp.float32)
     return Selection(
         config.output_multiplier * unary,
         tensors["candidate_selector.successor_codebook"][candidates].astype(jnp.float32),
@@ -262,8 +260,13 @@ def draft_tokens(
     flat = hidden[:, :, 1:].reshape(-1, width)
     none = jnp.zeros(flat.shape[:1], jnp.int32)
     scores = score_rows(
-        flat, head, none, none.astype(jnp.float32), config.output_multiplier,
-        config.selector_top_k, chunk,
+        flat,
+        head,
+        none,
+        none.astype(jnp.float32),
+        config.output_multiplier,
+        config.selector_top_k,
+        chunk,
     )
     shape = batch * num_anchors, rows - 1
     if scores.candidates is None:

@@ -106,7 +106,9 @@ _CODE_STARTS = tuple(
     Write a SQL query|Develop a Python program|Given a list of integers,|Given a string,|
     Given an array of|Fix the following code|Here is a Python function:\n\n```python\ndef|
     What does this code do?\n\n```python\n|Explain this Python code:\n\n```python\n|
-    How do I|In Python, how|Write a recursive function|Write a unit test for|Use Python to""".split("|")
+    How do I|In Python, how|Write a recursive function|Write a unit test for|Use Python to""".split(
+        "|"
+    )
 )
 _CODE_STARTS = tuple(start.strip() for start in _CODE_STARTS)
 
@@ -117,8 +119,10 @@ def _function_head(rng: np.random.Generator) -> str:
     signature = _pick(rng, _SIGNATURES)
     imports = ""
     if "List" in signature:
-        imports = "from typing import List, Any\n\n\n" if "Any" in signature else (
-            "from typing import List\n\n\n"
+        imports = (
+            "from typing import List, Any\n\n\n"
+            if "Any" in signature
+            else ("from typing import List\n\n\n")
         )
     elif rng.random() < 0.1:
         imports = "import math\n\n\n"
@@ -126,8 +130,23 @@ def _function_head(rng: np.random.Generator) -> str:
     if rng.random() < 0.3:
         name = _pick(rng, _VERBS) if rng.random() < 0.5 else _pick(rng, _NOUNS)
     lead = _pick(rng, (" ", "\n    ", ""))
-    words = ("Given", "Return", "Check", "Find", "Write a function", "You are given", "Create",
-             "Input to this function", "This function", "For a given", "The", "A", "", "", "")
+    words = (
+        "Given",
+        "Return",
+        "Check",
+        "Find",
+        "Write a function",
+        "You are given",
+        "Create",
+        "Input to this function",
+        "This function",
+        "For a given",
+        "The",
+        "A",
+        "",
+        "",
+        "",
+    )
     return f"{imports}def {name}{signature}:\n    {quotes}{lead}{_pick(rng, words)}".rstrip(" ")
 
 
@@ -136,8 +155,15 @@ def _code(rng: np.random.Generator) -> Seed:
     if kind < 0.6:
         return Seed(_function_head(rng), "code", 200, 1)
     if kind < 0.7:
-        ask = _pick(rng, ("Complete this Python function:", "Complete the following code:",
-                          "Finish this function.", "Implement this:"))
+        ask = _pick(
+            rng,
+            (
+                "Complete this Python function:",
+                "Complete the following code:",
+                "Finish this function.",
+                "Implement this:",
+            ),
+        )
         return Seed(f"{ask}\n\n{_function_head(rng)}", "code", 200, 1)
     return Seed(_pick(rng, _CODE_STARTS), "code", 110)
 
@@ -151,9 +177,28 @@ _THINGS = tuple(
     """apples books pencils marbles cookies stickers oranges balloons cards toys flowers bottles
     eggs cupcakes tickets boxes shirts candies coins stamps chairs trees fish chickens bags""".split()
 )
-_PLACES = ("A store", "A bakery", "A farmer", "A school", "A train", "A factory", "A library",
-           "A car", "A shop", "A restaurant", "A company", "A class", "A teacher", "A garden",
-           "A tank", "A box", "A company", "The school", "A group of friends", "A family")
+_PLACES = (
+    "A store",
+    "A bakery",
+    "A farmer",
+    "A school",
+    "A train",
+    "A factory",
+    "A library",
+    "A car",
+    "A shop",
+    "A restaurant",
+    "A company",
+    "A class",
+    "A teacher",
+    "A garden",
+    "A tank",
+    "A box",
+    "A company",
+    "The school",
+    "A group of friends",
+    "A family",
+)
 _MATH_STARTS = tuple(
     """Solve this problem: A|Solve this word problem:|Solve for x:|Calculate|What is the value of|
     Find the|If a|If|How many|A rectangle has|The sum of|The price of|There are|In a class of|
@@ -198,12 +243,44 @@ _STORIES = (
 )
 
 
+_PROBLEMS = (
+    "{name} has {n} {things}. {other} gives {name} {m} more {things}, and then {name} loses {k} of "
+    "them. How many {things} does {name} have now?",
+    "{name} buys {m} boxes of {things}. Each box holds {n} {things} and costs ${k}. How much does "
+    "{name} pay in total?",
+    "{place} sold {n} {things} on Monday and twice as many on Tuesday. On Wednesday it sold {m} "
+    "fewer than on Tuesday. How many {things} were sold in all three days?",
+    "{name} works {m} hours a day, {k} days a week, and earns ${n} an hour. How much money does "
+    "{name} earn in {m} weeks?",
+    "{name} is {k} years older than {other}. In {m} years {name} will be twice as old as {other} is "
+    "now. How old is {other}?",
+    "A train travels at {n} miles per hour for {m} hours and then at half that speed for {k} hours. "
+    "How far does it travel?",
+    "{name} reads {m} pages in the morning and {k} pages in the evening. The book has {n} pages. How "
+    "many days does {name} need to finish it?",
+    "There are {n} students in a class. {m} of them play football and {k} play tennis. If {k} "
+    "students play both, how many play neither?",
+    "{name} spends a third of ${n} on {things} and ${m} on lunch. How much money is left?",
+    "{name} bakes {n} {things} and shares them equally with {m} friends. How many {things} does each "
+    "person get, and how many are left over?",
+    "The price of a ticket is ${m}. Children pay half. How much does a family of {k} adults and {m} "
+    "children pay for tickets?",
+    "{name} has {k} times as many {things} as {other}. Together they have {n} {things}. How many "
+    "{things} does {other} have?",
+)
+
+
 def _math(rng: np.random.Generator) -> Seed:
-    if rng.random() < 0.25:
+    kind = rng.random()
+    if kind < 0.2:
         return Seed(_pick(rng, _MATH_STARTS), "math", 120)
     first, second = rng.choice(len(_NAMES), 2, replace=False)
-    story = _pick(rng, _STORIES).format(
+    text = _pick(rng, _PROBLEMS if kind < 0.6 else _STORIES).format(
         name=_NAMES[first], other=_NAMES[second], things=_pick(rng, _THINGS),
-        place=_pick(rng, _PLACES), n=int(rng.integers(3, 120)), m=int(rng.integers(2, 25)),
+        place=_pick(rng, _PLACES), n=int(rng.integers(12, 300)), m=int(rng.integers(2, 25)),
+        k=int(rng.integers(2, 10)),
     )  # fmt: skip
-    return Seed(story, "math", 120)
+    if kind < 0.6:  # the problem up to some word; the target makes up the rest
+        words = text.split(" ")
+        text = " ".join(words[: int(rng.integers(len(words) // 3, len(words) + 1))])
+    return Seed(text, "math", 100)
