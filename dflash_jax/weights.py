@@ -122,6 +122,13 @@ def load_target(
     return params
 
 
+def read_draft_config(path: PathLike, *, num_target_layers: int | None = None) -> DraftConfig:
+    """A drafter's config, without reading its weights; arguments as those of `load_drafter`."""
+    folder = _drafter_folder(path)
+    hf = _draft_hf(folder, _plain_names(folder, read_checkpoint(folder)))
+    return DraftConfig.from_hf(hf, num_target_layers=num_target_layers)
+
+
 def load_drafter(
     path: PathLike, target: TargetParams | None = None, *, dtype: Any = None
 ) -> DraftParams:
@@ -142,14 +149,12 @@ def load_drafter(
             f"{folder}: mask_embedding.pt replaces the mask token's embedding, which is not "
             "supported; wanted a drafter that uses the target's row"
         )
-    hf = read_json(folder / "config.json")
-    source = TensorSource(folder, _plain_names(folder, read_checkpoint(folder)), _IGNORED_DRAFTER)
-    if not hf.get("architectures"):
-        is_second = any(name.startswith("candidate_selector.") for name in source.names)
-        hf = {**hf, "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"]}
+    tensors = _plain_names(folder, read_checkpoint(folder))
+    hf = _draft_hf(folder, tensors)
     config = DraftConfig.from_hf(
         hf, num_target_layers=None if target is None else target.config.num_layers
     )
+    source = TensorSource(folder, tensors, _IGNORED_DRAFTER)
     _refuse_foreign(source)
     stored = source.peek("fc.weight").dtype
     if stored == np.int8:
@@ -334,6 +339,15 @@ def _drafter_folder(path: PathLike) -> Path:
             f"{', '.join(PACKAGED_DRAFTERS)}"
         )
     return folder
+
+
+def _draft_hf(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """config.json; where it names no architecture, the tensors tell (spec/checkpoints.md §1)."""
+    hf = read_json(folder / "config.json")
+    if hf.get("architectures"):
+        return hf
+    is_second = any(name.startswith("candidate_selector.") for name in names)
+    return {**hf, "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"]}
 
 
 def _plain_names(folder: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,7 +9,13 @@ import pytest
 
 from dflash_jax import download, weights
 from dflash_jax.safetensors_io import read_file, write_file
-from dflash_jax.weights import load_drafter, load_target, read_configs, resolve_target
+from dflash_jax.weights import (
+    load_drafter,
+    load_target,
+    read_configs,
+    read_draft_config,
+    resolve_target,
+)
 from scripts.make_tiny import write_tiny_pair
 from tests.unit import gguf_files
 
@@ -320,6 +326,7 @@ def test_flat_configs_and_missing_architectures_are_understood(pair):
     config = json.loads((pair.drafter / "config.json").read_text())
     change_config(pair.drafter, drop=("dflash_config", "architectures"), **config["dflash_config"])
     assert same_params(load_drafter(pair.drafter), plain)
+    assert read_draft_config(pair.drafter) == plain.config
 
 
 def test_the_drafter_takes_its_targets_dtype_unless_told_otherwise(tmp_path):
