@@ -84,7 +84,7 @@ class Case:
         """Why this case cannot run yet, None if it must."""
         if self.kind in NOT_BUILT_KINDS:
             return NOT_BUILT_KINDS[self.kind]
-        return NOT_BUILT_FAMILIES.get(self.family)
+        return NOT_BUILT_FAMILIES.get(self.family) if self.family else None
 
 
 def check_of(case, checks):

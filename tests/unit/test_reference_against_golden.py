@@ -161,15 +161,15 @@ def check_spec_generate(case, arrays):
     drafter = dflash2.load_drafter(case.draft_folder, target)
     for run in sorted({name.split(".")[0] for name in arrays if name.startswith("run")}):
         want = {n.removeprefix(f"{run}."): a for n, a in arrays.items() if n.startswith(f"{run}.")}
-        options = {"stop_ids": set(want["stop_ids"].tolist())}
+        stop_ids = set(want["stop_ids"].tolist())
         request = target.forward, want["prompt"][0], int(want["max_new_tokens"][0])
-        plain = loop.generate(*request, **options)
+        plain = loop.generate(*request, stop_ids=stop_ids)
         got = loop.generate(
             *request,
             propose=drafter.propose,
             num_drafts=drafter.config.block_rows - 1,
             tap_ids=drafter.config.target_layer_ids,
-            **options,
+            stop_ids=stop_ids,
         )
         assert plain.output_ids == got.output_ids == want["output_ids"][0].tolist()
         check_steps(got.steps, want)

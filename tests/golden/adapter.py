@@ -1,0 +1,323 @@
+"""The one place where golden tests touch the library: cases in, plain numpy arrays out.
+
+Arrays come back under the names that the golden vectors use.
+"""
+
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from dflash_jax import drafters, loop, targets
+from dflash_jax.config import RuleConfig
+from dflash_jax.drafters import backbone
+from dflash_jax.fixed import plan
+from dflash_jax.layers import linear, logits_of
+from dflash_jax.metadata import indirect_args, rows_metadata, slots_at
+from dflash_jax.pages import block_table
+from dflash_jax.params import Params, RuleParams
+from dflash_jax.scratch import init_scratch
+from dflash_jax.state import Status, init_buffers, init_state
+from dflash_jax.weights import load_drafter, load_target
+
+PAGE_SIZE = 8  # small, so that blocks and prompts straddle pages
+PREFILL_CHUNK = 16  # smaller than some prompts
+
+
+class StepRecord(NamedTuple):
+    """What a spec run's arrays say of one step; every array has the step's own rows."""
+
+    start: int
+    verify_block_ids: np.ndarray
+    target_argmax: np.ndarray
+    produced: int
+    verify_logits: np.ndarray  # [rows, V]
+
+
+def load_pair(target_folder, draft_folder, dtype=None):
+    """Target and drafter; `dtype` forces both, by default each keeps its file's."""
+    target = load_target(target_folder, dtype=dtype)
+    return Params(target, load_drafter(draft_folder, target, dtype=dtype))
+
+
+def plain_pair(target_folder):
+    """A target that is decoded by itself."""
+    target = load_target(target_folder)
+    return Params(target, RuleParams(None, None, None, RuleConfig("none", max_drafts=0)))
+
+
+# Targets
+
+
+def target_outputs(params, ids):
+    """ids[B, T] in one call -> logits [B, T, V], hidden 0..L and final-norm rows [B, T, E]."""
+    batch, rows = ids.shape
+    taps = range(-1, len(params.target.layers))
+    fixed = _plan(params, capacity=rows, batch=batch)
+    buffers = _with_pages(init_buffers(fixed), fixed)
+
+    @jax.jit
+    def run(target, tokens, buffers):
+        start = jnp.zeros((batch,), jnp.int32)
+        count = jnp.full((batch,), rows, jnp.int32)
+        meta = rows_metadata(start, count, buffers.meta.block_table, rows, fixed.page_size)
+        args = indirect_args(start, count)
+        pools = buffers.k_pools, buffers.v_pools
+        out = targets.forward(target, tokens, meta, args, *pools, taps=tuple(taps))
+        return logits_of(out.hidden, target.lm_head), out.features, out.hidden
+
+    flat = ids.reshape(-1).astype(np.int32)
+    logits, features, hidden = (_f32(x) for x in run(params.target, flat, buffers))
+    split = np.split(features, len(taps), axis=1)
+    return (
+        logits.reshape(batch, rows, -1),
+        [x.reshape(batch, rows, -1) for x in split],
+        hidden.reshape(batch, rows, -1),
+    )
+
+
+# Drafters
+
+
+def draft_steps(params, ids, features, schedule):
+    """One block at each committed length of `schedule`, over a cache that grows.
+
+    Args:
+      ids: [T] the committed sequence.
+      features: [T, M*E] target features of its tokens.
+      schedule: committed lengths; each step feeds the features since the one before.
+    Yields:
+      {golden array name: array without its batch axis} a step.
+    """
+    config = params.draft.config
+    fixed = _plan(params, capacity=int(schedule[-1]) + config.block_rows)
+    state, scratch = init_state(fixed), init_scratch(config, fixed=fixed)
+    buffers = _with_pages(init_buffers(fixed), fixed)
+    fed = 0
+    for start in (int(length) for length in schedule):
+        new = np.zeros((int(schedule[0]), features.shape[1]), np.float32)  # the widest feed
+        new[: start - fed] = features[fed:start]
+        state = state.replace(
+            seq_lens=np.array([start], np.int32),
+            anchor=np.array([ids[start]], np.int32),
+            status=np.array([Status.ACTIVE], np.int32),
+        )
+        fed_rows = new.astype(params.draft.fc.dtype), np.int32(fed), np.int32(start - fed)
+        got, buffers, scratch = _draft_step(params, *fed_rows, state, buffers, scratch, fixed=fixed)
+        yield _named(got, start - fed, start + config.block_rows)
+        fed = start
+
+
+@partial(jax.jit, static_argnames="fixed")
+def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed):
+    """Advance the drafter's context by `count` rows, then propose, keeping what each layer left."""
+    draft, layers = params.draft, []
+    offset = jnp.arange(features.shape[0], dtype=jnp.int32)
+    positions = fed + offset
+    slots = slots_at(buffers.meta.block_table, positions[None], fixed.page_size)[0]
+    slots = jnp.where(offset < count, slots, -1)
+    drafter, layer = drafters.get(draft), backbone.layer
+    buffers, scratch = drafter.advance(
+        draft, features, positions, slots, buffers, scratch, fixed=fixed
+    )
+
+    def recording(params_i, k_pool, v_pool, scratch_i, **kwargs):
+        out = layer(params_i, k_pool, v_pool, scratch_i, **kwargs)
+        layers.append((scratch_i.stream_buf, linear(out[2].attn_out, params_i.o), out))
+        return out
+
+    rows = jnp.full((fixed.batch,), fixed.verify_rows, jnp.int32)
+    with mock.patch.object(backbone, "layer", recording):
+        proposal, buffers, scratch = drafter.propose(
+            params, state, rows, buffers, scratch, fixed=fixed
+        )
+    got = {
+        "fc_out": linear(features, draft.fc),
+        "ctx": scratch.fc_proj[: features.shape[0]],
+        "block_ids": scratch.draft_tokens_dev,
+        "noise_embedding": layers[0][0],
+        "final_hidden": scratch.norm_buf,
+        "logits": scratch.logits,
+        "draft_ids": proposal.tokens[0],
+    }
+    for i, (_, projected, (k_pool, v_pool, after)) in enumerate(layers):
+        got[f"layer{i}.attn_o_proj_out"] = projected
+        got[f"layer{i}.out"] = after.stream_buf
+        got[f"layer{i}.k_cache"] = _in_order(k_pool, buffers)
+        got[f"layer{i}.v_cache"] = _in_order(v_pool, buffers)
+    if draft.selector is not None:
+        got |= _walk_arrays(draft, state, scratch)
+    return got, buffers, scratch
+
+
+def _walk_arrays(draft, state, scratch):
+    """The selector's candidates and its scores on the way that it went."""
+    top_k, selector = draft.config.selector_top_k, draft.selector
+    lattice = (x[None] for x in (scratch.sel_vals, scratch.sel_idx, scratch.sel_hproj))
+    codebooks = selector.predecessor, selector.successor
+    _, scores = pk.selector_walk(state.anchor, *lattice, *codebooks, k=top_k)
+    return {
+        "unary": scratch.sel_vals[:, :top_k],
+        "candidate_ids": scratch.sel_idx[:, :top_k],
+        "walk_scores": scores[0, :, :top_k],
+    }
+
+
+def _in_order(pool, buffers):
+    """[K, S, D]: the pool's rows by position, as golden caches are laid out."""
+    pages = pool[buffers.meta.block_table[0]]  # [P, K, page_size, D]
+    return jnp.moveaxis(pages, 1, 0).reshape(pool.shape[1], -1, pool.shape[3])
+
+
+def _named(got, fed_rows, cache_rows):
+    """Cut padding off; integers stay integers, floats become f32."""
+    arrays = {name: np.asarray(x) for name, x in got.items()}
+    for name in ("fc_out", "ctx"):
+        arrays[name] = arrays[name][:fed_rows]
+    for name in (name for name in arrays if name.endswith("_cache")):
+        arrays[name] = arrays[name][:, :cache_rows]
+    return {n: x if x.dtype.kind in "iu" else x.astype(np.float32) for n, x in arrays.items()}
+
+
+# Modules of DFlash2
+
+
+def convolve(x, base, projection, sublayer_out, group_size, dtype):
+    """Both sides of a convolution, [B, R, E] each, and the finish side's dynamic kernels."""
+    dtype = jnp.dtype(dtype)
+    inputs = (np.asarray(a).astype(dtype) for a in (x, base, projection, sublayer_out))
+    return tuple(_f32(y) for y in _convolve(*inputs, group_size=group_size))
+
+
+@partial(jax.jit, static_argnames="group_size")
+def _convolve(x, base, projection, sublayer_out, *, group_size):
+    batch, rows, width = x.shape
+    dynamic = linear(x.reshape(-1, width), projection)
+    dynamic = dynamic.reshape(batch, rows, 2, base.shape[1], width // group_size)
+    prepared = pk.dynamic_conv(x, dynamic[:, :, 0], base[0])
+    finished = pk.dynamic_conv(sublayer_out, dynamic[:, :, 1], base[1])
+    return prepared, dynamic[:, :, 1], finished
+
+
+def select(arrays):
+    """Candidates, greedy path, its scores, and the scores of every edge, [B, J, ...] each."""
+    names = ("hidden", "logits", "hidden_projection", "predecessor_codebook", "successor_codebook")
+    inputs = (arrays[name] for name in names)
+    anchor = arrays["anchor_ids"].astype(np.int32)
+    got = _select(*inputs, anchor, count=arrays["candidate_ids_desc"].shape[-1])
+    return {name: np.asarray(x) for name, x in got.items()}
+
+
+@partial(jax.jit, static_argnames="count")
+def _select(hidden, logits, projection, predecessor, successor, anchor, *, count):
+    batch, rows = logits.shape[:2]
+    vals, ids = pk.top16(logits.reshape(batch * rows, -1), k=count)
+    projected = pk.skinny_matmul(hidden.reshape(batch * rows, -1), projection)
+    blocks = [x.reshape(batch, rows, -1) for x in (vals, ids, projected)]
+    path, scores = pk.selector_walk(anchor, *blocks, predecessor, successor, k=count)
+    # Every edge is the first row of a walk whose anchor is the edge's predecessor.
+    first = jnp.broadcast_to(anchor[:, None, None], (batch, 1, count))
+    before = jnp.concatenate([first, blocks[1][:, :-1, :count]], axis=1).reshape(-1)
+    edges = [jnp.repeat(x, count, axis=0)[:, None] for x in (vals, ids, projected)]
+    _, edge_scores = pk.selector_walk(before, *edges, predecessor, successor, k=count)
+    return {
+        "candidate_ids_desc": blocks[1][..., :count],
+        "unary_desc": blocks[0][..., :count],
+        "greedy_path": path,
+        "greedy_walk_scores": scores[..., :count],
+        "edge_scores": edge_scores[:, 0, :count].reshape(batch, rows, count, count),
+    }
+
+
+# The loop
+
+
+def spec_generate(params, prompt, max_new_tokens, stop_ids=(), *, capacity, keep=None):
+    """Decode one prompt step by step, greedily.
+
+    Args:
+      prompt: [T] ids.
+      capacity: tokens that the cache holds; runs with equal capacity share an executable.
+      keep: drafts that may be kept a step, by default all; 0 decodes plainly.
+    Returns:
+      (prompt and new tokens, Status, StepRecord a step)
+    """
+    fixed = _plan(params, capacity=capacity)
+    carriers = _prefill(params, prompt, max_new_tokens, stop_ids, keep, fixed)
+    records = []
+    while _only(carriers[0].status) == Status.ACTIVE:
+        before = _only(carriers[0].seq_lens), _only(carriers[0].anchor)
+        out, *carriers = loop.step(params, *carriers, fixed=fixed)
+        records.append(_record(*before, out, carriers[1]))
+    state = carriers[0]
+    length = _only(state.seq_lens) + 1
+    return np.asarray(state.tokens)[0, :length], Status(_only(state.status)), records
+
+
+def _prefill(params, prompt, max_new_tokens, stop_ids, keep, fixed):
+    """Carriers that hold the prompt and the first anchor."""
+    state = init_state(fixed)
+    stops = np.full(state.stop_ids.shape, -1, np.int32)
+    stops[0, : len(stop_ids)] = stop_ids
+    state = state.replace(
+        remaining=jnp.array([max_new_tokens], jnp.int32),
+        max_lens=jnp.array([fixed.capacity], jnp.int32),
+        stop_ids=jnp.asarray(stops),
+        keep=state.keep if keep is None else jnp.array([keep], jnp.int32),
+    )
+    buffers = _with_pages(init_buffers(fixed), fixed)
+    carriers = [state, buffers, init_scratch(params.draft.config, fixed=fixed)]
+    for at in range(0, len(prompt), PREFILL_CHUNK):
+        chunk = np.zeros(PREFILL_CHUNK, np.int32)
+        real = prompt[at : at + PREFILL_CHUNK]
+        chunk[: len(real)] = real
+        is_last = at + len(real) == len(prompt)
+        where = np.int32(len(real)), np.int32(0), np.bool_(is_last)
+        _, *carriers = loop.prefill(params, chunk, *where, *carriers, fixed=fixed)
+    return carriers
+
+
+def _record(start, anchor, out, buffers):
+    """A step's records, cut to the rows that were verified."""
+    verification = out.verification
+    rows = _only(verification.num_rows)
+    block = np.concatenate([[anchor], np.asarray(out.proposal.tokens)[0, : rows - 1]])
+    return StepRecord(
+        start=start,
+        verify_block_ids=block,
+        target_argmax=np.asarray(verification.committed)[0, :rows],
+        produced=_only(verification.num_committed),
+        verify_logits=np.asarray(buffers.logits)[:rows],
+    )
+
+
+def _plan(params, *, capacity, batch=1):
+    return plan(
+        params.target.config,
+        params.draft.config,
+        batch=batch,
+        max_context=capacity,
+        page_size=PAGE_SIZE,
+        prefill_chunk=32,
+        dtype=str(params.target.embed.dtype),
+    )
+
+
+def _with_pages(buffers, fixed):
+    """Give every sequence all its pages, the last page of the pool first."""
+    pages = np.arange(fixed.num_pages, dtype=np.int32)[::-1].reshape(fixed.batch, -1)
+    table = jnp.asarray(block_table(list(pages), pages.shape[1]))
+    return buffers.replace(meta=buffers.meta.replace(block_table=table))
+
+
+def _only(per_sequence):
+    """The value of the one sequence there is."""
+    return int(np.asarray(per_sequence)[0])
+
+
+def _f32(x):
+    return np.asarray(x, np.float32)

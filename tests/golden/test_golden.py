@@ -1,0 +1,211 @@
+"""The library against golden vectors, driven by the manifest alone (pytest --golden-dir DIR).
+
+Tolerances are the manifest's `suggested_atol`. bf16 runs of the reference are themselves far from
+f64, so bf16 is judged by its distance to the stored f64 results: at most twice the reference's own
+distance, in the maximum and in the mean. Ids must be equal; in bf16, where the reference's margin
+is not below its own error.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.golden import adapter
+from tests.golden.manifest import check_of, parametrize_cases
+
+# A spec run states no tolerance: ten times the typical f32 error of a dense target's logits.
+SPEC_LOGITS_ATOL = 1e-4
+# Arrays that the manifest's "logits" tolerance covers; the others are "hidden".
+SCORES = ("logits", "unary", "walk_scores")
+# Nor do selector scores: ten times the 8e-7 by which the recorded f32 scores miss f64.
+SELECTOR_ATOL = 1e-5
+
+
+def pytest_generate_tests(metafunc):
+    parametrize_cases(metafunc)
+
+
+@pytest.fixture
+def full_precision():
+    """f32 products as f32, wherever the library leaves the choice to the backend."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.usefixtures("full_precision")
+def test_library_reproduces_golden_case(case):
+    check_of(case, CHECKS)(case, case.arrays())
+
+
+def check_target(case, arrays):
+    """Every recorded text in one call; the surplus of shorter ones comes after what is read."""
+    params = adapter.plain_pair(case.target_folder)
+    ids, greedy = arrays["input_ids"], arrays["greedy.ids"]
+    texts = np.zeros((len(ids) + 1, max(ids.shape[1], greedy.shape[1])), np.int32)
+    texts[:-1, : ids.shape[1]] = ids
+    texts[-1:, : greedy.shape[1]] = greedy
+    logits, hidden, normed = adapter.target_outputs(params, texts)
+    got = {"logits": logits, "last_layer_out_before_final_norm": hidden[-1]}
+    got |= {f"hf_hidden_states.{i}": x for i, x in enumerate(hidden[:-1])}
+    got[f"hf_hidden_states.{len(hidden) - 1}"] = normed
+    f64 = {"last_layer_out_before_final_norm": "last_layer_out_f64ref"}
+    for name, x in got.items():
+        x = x[: len(ids), : ids.shape[1]]
+        close(case, name, x, arrays[name], arrays.get(f64.get(name, f"{name}_f64ref")))
+    check_greedy(case, params, arrays, logits[-1])
+
+
+def check_greedy(case, params, arrays, forced_logits):
+    """64 tokens: as the best after each recorded prefix, and in f32 decoded one by one."""
+    ids, prompt_len = arrays["greedy.ids"][0], int(arrays["greedy.prompt_len"][0])
+    best = forced_logits[prompt_len - 1 : len(ids) - 1].argmax(axis=-1)
+    same_ids(case, "greedy.ids", best, ids[prompt_len:], arrays["greedy.top2_margin"][0])
+    if not case.is_bf16:  # there a near tie that falls the other way changes the rest of the text
+        budget = len(ids) - prompt_len
+        got, _, _ = adapter.spec_generate(params, ids[:prompt_len], budget, capacity=len(ids))
+        np.testing.assert_array_equal(got, ids)
+
+
+def check_target_trained(case, arrays):
+    """The fitted language: next token by the current one and the parity four tokens before it."""
+    params, next_token = adapter.plain_pair(case.target_folder), arrays["next_token_map"]
+    ids = list(np.random.default_rng(0).integers(next_token.shape[1], size=5))
+    for _ in range(60):
+        ids.append(next_token[ids[-5] % 2, ids[-1]])
+    logits, _, _ = adapter.target_outputs(params, np.array([ids]))
+    best = logits[0, 5:-1].argmax(axis=-1)
+    assert np.mean(best == ids[6:]) > 0.9
+
+
+def check_forward(case, arrays):
+    dtype = jnp.bfloat16 if case.is_bf16 else None
+    params = adapter.load_pair(case.target_folder, case.draft_folder, dtype)
+    inputs = arrays["ids"][0], arrays["target_features"][0], arrays["schedule"]
+    for s, got in enumerate(adapter.draft_steps(params, *inputs)):
+        prefix = f"step{s}."
+        want = {n.removeprefix(prefix): a[0] for n, a in arrays.items() if n.startswith(prefix)}
+        check_draft_step(case, prefix, got, want)
+
+
+def check_draft_step(case, prefix, got, want):
+    for name, x in want.items():
+        if name == "margin" or name.endswith("_f64ref"):
+            continue
+        elif name == "block_ids":
+            np.testing.assert_array_equal(got[name], x)
+        elif name == "draft_ids":
+            same_ids(case, f"{prefix}{name}", got[name], x, want["margin"])
+        elif name == "candidate_ids":
+            if not case.is_bf16:  # bf16 logits tie, and then candidates swap places
+                np.testing.assert_array_equal(got[name], x)
+        elif name in ("unary", "walk_scores") and case.is_bf16:
+            check_bf16_candidates(case, f"{prefix}{name}", name, got, want)
+        else:
+            close(case, f"{prefix}{name}", got[name], x, want.get(f"{name}_f64ref"))
+
+
+def check_bf16_candidates(case, label, name, got, want):
+    """Scores of the candidates that both chose, which in bf16 may be all but the last ones."""
+    # Recorded walk scores are sums that were rounded once more, to a bf16 unit in the last place.
+    atol = case.atol("logits") + 2**16 * float(np.spacing(np.abs(want[name]).max()))
+    for j, ids in enumerate(want["candidate_ids"]):
+        ours = dict(zip(got["candidate_ids"][j], got[name][j], strict=True))
+        theirs = dict(zip(ids, want[name][j], strict=True))
+        both = sorted(ours.keys() & theirs.keys())
+        assert len(both) >= len(ids) - 2
+        within(label, [ours[c] for c in both], np.array([theirs[c] for c in both]), atol)
+
+
+def check_modules(case, arrays):
+    for name in sorted(n for n in arrays if n.startswith("conv.") and n.endswith(".x")):
+        check_convolution(case, name.removesuffix(".x"), arrays)
+    for prefix in sorted({".".join(n.split(".")[:2]) for n in arrays if n.startswith("selector.")}):
+        check_selector(prefix, {n.removeprefix(f"{prefix}."): a for n, a in arrays.items()})
+
+
+def check_convolution(case, prefix, arrays):
+    _, dtype, _, group = prefix.split(".")
+    names = ("x", "base_kernel", "kernel_projection", "sublayer_out")
+    inputs = (arrays[f"{prefix}.{name}"] for name in names)
+    got = adapter.convolve(*inputs, group_size=int(group[1:]), dtype=dtype)
+    sides = ("conv_bf16",) * 3 if dtype == "bfloat16" else ("conv_prepare",) * 2 + ("conv_finish",)
+    for name, x, side in zip(("prepared", "dynamic_finish", "finished"), got, sides, strict=True):
+        within(f"{prefix}.{name}", x, arrays[f"{prefix}.{name}"], case.atol(side))
+
+
+def check_selector(prefix, arrays):
+    for name, x in adapter.select(arrays).items():
+        if x.dtype.kind == "i":
+            np.testing.assert_array_equal(x, arrays[name], err_msg=f"{prefix}.{name}")
+        else:
+            within(f"{prefix}.{name}", x, arrays[name], SELECTOR_ATOL)
+
+
+def check_spec_generate(case, arrays):
+    """Every greedy run step by step; the `sampled` runs belong to sampled verification."""
+    params = adapter.load_pair(case.target_folder, case.draft_folder)
+    runs = sorted({n.split(".")[0] for n in arrays if n.startswith("run")})
+    capacity = max(arrays[f"{run}.output_ids"].size for run in runs)
+    for run in runs:
+        want = {n.removeprefix(f"{run}."): a for n, a in arrays.items() if n.startswith(f"{run}.")}
+        request = want["prompt"][0], int(want["max_new_tokens"][0]), want["stop_ids"].tolist()
+        got, status, steps = adapter.spec_generate(params, *request, capacity=capacity)
+        np.testing.assert_array_equal(got, want["output_ids"][0], err_msg=run)
+        assert status.name == ("STOP" if got[-1] in want["stop_ids"] else "LENGTH")
+        plain, _, _ = adapter.spec_generate(params, *request, capacity=capacity, keep=0)
+        np.testing.assert_array_equal(plain, got, err_msg=f"{run}, plain")
+        check_steps(run, steps, want)
+
+
+def check_steps(run, steps, want):
+    assert [step.start for step in steps] == want["start"].tolist()
+    assert [step.produced for step in steps] == want["produced"].tolist()
+    for s, step in enumerate(steps):
+        rows = len(step.verify_block_ids)
+        for name in ("verify_block_ids", "target_argmax"):
+            x = np.full_like(want[name][s], -1)
+            x[:rows] = getattr(step, name)
+            np.testing.assert_array_equal(x, want[name][s], err_msg=f"{run} step {s} {name}")
+        logits = want["verify_logits_every8th"][s, :rows]
+        within(f"{run} step {s}", step.verify_logits[:, ::8], logits, SPEC_LOGITS_ATOL)
+
+
+def within(name, got, want, atol):
+    worst = np.max(np.abs(np.asarray(got, np.float64) - want), initial=0)
+    assert worst <= atol, f"{name}: off by {worst:.3g}, allowed {atol:.3g}"
+
+
+def close(case, name, got, want, f64ref=None):
+    """The manifest's tolerance, or the bf16 rule where the f64 result is stored."""
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
+    if f64ref is None:
+        group = "logits" if name.endswith(SCORES) else "hidden"
+        within(name, got, want, case.atol(group))
+        return
+    theirs, ours = np.abs(want - f64ref), np.abs(got - f64ref)
+    for measure in (np.max, np.mean):
+        allowed = 2 * measure(theirs)
+        assert measure(ours) <= allowed, (
+            f"{name}: {measure.__name__} distance to f64 {measure(ours):.3g}, allowed {allowed:.3g}"
+        )
+
+
+def same_ids(case, name, got, want, margin):
+    """Equal ids; in bf16 only where the recorded margin is at least the recorded error."""
+    sure = np.ones(want.shape, bool)
+    if case.is_bf16:
+        sure = margin >= case.meta["error_vs_f64"]["logits"]
+    assert sure.any()
+    np.testing.assert_array_equal(got[sure], want[sure], err_msg=name)
+
+
+CHECKS = {
+    "target": check_target,
+    "target_trained": check_target_trained,
+    "dflash_forward": check_forward,
+    "dflash2_forward": check_forward,
+    "dflash2_modules": check_modules,
+    "dflash_spec_generate": check_spec_generate,
+    "dflash2_spec_generate": check_spec_generate,
+}
