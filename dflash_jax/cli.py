@@ -12,14 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from dflash_jax.prompts import Request, read_jsonl
+from dflash_jax.prompts import Request, UsageError, read_jsonl
 
 IMPLS = ("auto", "xla", "pallas", "interpret")
 DTYPES = ("float32", "bfloat16")
-
-
-class UsageError(Exception):
-    """The command line asks for something that cannot be; exit code 2."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -221,8 +217,6 @@ def _requests(args: argparse.Namespace) -> list[Request]:
         return read_jsonl(args.prompts, allow_messages=args.mode != "raw")
     except OSError as error:
         raise UsageError(f"--prompts {args.prompts}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _at_least(least: int) -> Callable[[str], int]:

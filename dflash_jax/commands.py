@@ -1,0 +1,196 @@
+"""What `dflash decode` and `dflash plan` do once their arguments are checked.
+
+Loading fails with code 1, a request that does not fit the models with code 2, decoding with code 1.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax import certificate, engine, memory, models
+from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.download import cache_folder
+from dflash_jax.fixed import Fixed
+from dflash_jax.job import context_for, sizes_for
+from dflash_jax.models import Models
+from dflash_jax.output import Output, sizes
+from dflash_jax.params import Params
+from dflash_jax.prompts import UsageError
+from dflash_jax.weights import read_configs
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that `cli` parsed and return its exit code."""
+    _keep_executables()
+    try:
+        return {"decode": _decode, "plan": _plan}[args.command](args)
+    except UsageError:
+        raise
+    except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
+        print(f"dflash: {_sentence(error)}", file=sys.stderr)
+        return 1
+
+
+def _keep_executables() -> None:
+    """Compiled programs outlive the process; the user's own setting wins."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "executables"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """What does not fit the models is the request's fault, not theirs."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UsageError(_sentence(error)) from error
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of an error; libraries below add pages to it."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _decode(args: argparse.Namespace) -> int:
+    if args.check and args.drafter == "none":
+        raise UsageError("decode: --check compares drafting with plain decoding; --drafter is none")
+    pair = models.load(args)
+    with _fitting():
+        prompts = [models.prompt_ids(request, pair, args.system) for request in args.requests]
+        budgets = [request.max_new_tokens or args.max_new_tokens for request in args.requests]
+        longest = max(len(ids) + budget for ids, budget in zip(prompts, budgets, strict=True))
+        context = args.max_context or context_for(longest, pair.target.config)
+        batch = min(args.batch, len(prompts))
+        fixed = _sizes(args, pair.target.config, pair.draft_config, context, batch)
+    output = Output(args, has_text=pair.tokenizer is not None)
+    output.say(_headline(pair))
+    output.say(_memory_line(memory.estimate(pair.target.config, pair.draft_config, fixed)))
+    options = {
+        "tokenizer": pair.tokenizer,
+        "eos_ids": pair.stop_ids,
+        "batch": batch,
+        "num_drafts": args.num_drafts,
+        "page_size": args.page_size,
+        "max_context": context,
+        "cycles": args.cycles,
+        "impl": args.impl,
+        "certify": args.check,
+    }
+    try:
+        found, proof = _generate(args, pair, prompts, budgets, fixed, options, output)
+    finally:
+        output.close()
+    facts = {
+        "target": args.target,
+        "drafter": pair.choice.name,
+        "mode": pair.mode,
+        "plan": sizes(fixed),
+    }
+    output.finish(found, proof, facts)
+    return 0 if proof is None or proof.holds else 1
+
+
+def _generate(
+    args: argparse.Namespace,
+    pair: Models,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    fixed: Fixed,
+    options: dict[str, Any],
+    output: Output,
+) -> tuple[list[engine.Generation], certificate.Certificate | None]:
+    """Decode all prompts and, with --check, decode them plainly too and compare."""
+    found, proofs = [], []
+    # An oracle is made anew for every batch, since it knows that batch's text.
+    size = fixed.batch if pair.draft is None else len(prompts)
+    for number, start in enumerate(range(0, len(prompts), size)):
+        part = slice(start, start + size)
+        mine = {**options, "max_new_tokens": budgets[part]}
+        with _fitting():
+            params = pair.pair() if pair.draft is not None else None
+            if params is None:
+                output.say("decoding plainly, so that the oracle knows the text")
+                params = _oracle(pair, fixed, prompts[part], mine)
+            drafted = engine.generate(
+                params, prompts[part], **mine, **output.callbacks(first=start)
+            )
+            if args.check:
+                output.say("decoding plainly with the same executable")
+                plain = engine.generate(params, prompts[part], plain=True, **mine)
+                proofs.append(certificate.compare(drafted, plain))
+        found += [replace(one, batch_index=one.batch_index + number) for one in drafted]
+    return found, certificate.joined(proofs)
+
+
+def _oracle(
+    pair: Models, fixed: Fixed, prompts: Sequence[Sequence[int]], options: dict[str, Any]
+) -> Params:
+    """Learn the continuation of one batch from a plain run of the oracle's own executable."""
+    known = np.zeros((fixed.batch, fixed.capacity + 1), np.int32)
+    blind = pair.oracle_pair(known, fixed.num_drafts)
+    plain = engine.generate(blind, prompts, plain=True, **options)
+    for row, (prompt, one) in enumerate(zip(prompts, plain, strict=True)):
+        ids = [*prompt, *one.ids][: known.shape[1]]
+        known[row, : len(ids)] = ids
+    return pair.oracle_pair(known, fixed.num_drafts)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Print sizes and memory; of the target only the config is read."""
+    choice = models.choose_drafter(args.drafter, args.target, args.num_drafts)
+    target = TargetConfig.from_hf(read_configs(args.target)[0])
+    draft = choice.config(choice.load(None))
+    with _fitting():
+        context = args.max_context or target.max_context
+        fixed = _sizes(args, target, draft, context, args.batch)
+    rows = memory.estimate(target, draft, fixed)
+    print(
+        f"target {args.target}, drafter {choice.name}, {fixed.hidden.dtype}, kernels {args.impl}\n"
+        f"{fixed.batch} sequences of {fixed.capacity} tokens in pages of {fixed.page_size}, "
+        f"{fixed.num_drafts} drafts a cycle, {fixed.num_rows} rows a step"
+    )
+    for what, size in [*rows, ("total", sum(size for _, size in rows))]:
+        print(f"{what:<18} {size / 2**20:>10.1f} MiB")
+    facts = {"target": args.target, "drafter": choice.name, "bytes": dict(rows)}
+    print(json.dumps({**facts, "plan": sizes(fixed)}))
+    return 0
+
+
+def _sizes(
+    args: argparse.Namespace,
+    target: TargetConfig,
+    draft: DraftConfig | RuleConfig,
+    context: int,
+    batch: int,
+) -> Fixed:
+    return sizes_for(
+        target,
+        draft,
+        dtype=args.dtype or models.default_dtype(),
+        batch=batch,
+        num_drafts=args.num_drafts,
+        page_size=args.page_size,
+        max_context=context,
+    )
+
+
+def _headline(pair: Models) -> str:
+    device = next(iter(pair.target.embed.devices()))
+    how = {"chat": "chat template", "raw": "raw text", "ids": "token ids"}[pair.mode]
+    dtype = pair.target.embed.dtype.name
+    return f"drafter {pair.choice.name}, {how}, {dtype} on {device.device_kind}"
+
+
+def _memory_line(rows: list[tuple[str, int]]) -> str:
+    parts = ", ".join(f"{what} {size / 2**20:.0f}" for what, size in rows)
+    return f"memory: {sum(size for _, size in rows) / 2**20:.0f} MiB ({parts})"

@@ -1,0 +1,195 @@
+"""`generate`: prompts to pages to prefill to decode to tokens and text. The host side of a decode.
+
+The device is kept one chunk ahead: chunk n+1 is launched before chunk n is read. Whatever can be
+wrong with a request is refused before anything compiles, and compiling is timed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from dflash_jax.job import Job, Prompt, Tracked, prepare
+from dflash_jax.loop import DecodeOptions
+from dflash_jax.params import Params
+from dflash_jax.run import DecodeError, run
+from dflash_jax.state import Status
+from dflash_jax.stats import Stats
+from dflash_jax.tokenizer import Tokenizer
+
+__all__ = ["DecodeError", "Generation", "generate", "stream", "summary"]
+
+_FINISH_REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.CONTEXT: "context"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """What came out for one prompt. `ids` hold the stop token, if one ended it; `text` does not."""
+
+    ids: tuple[int, ...]
+    text: str | None  # None without a tokenizer
+    finish_reason: str  # "stop", "length" or "context"
+    stats: Stats
+    hashes: tuple[int, ...] | None  # u32 hash of the logits behind each id, if certified
+    batch_index: int  # which batch of the call it was part of
+
+
+def generate(
+    params: Params,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    batch: int = 1,
+    num_drafts: int | None = None,
+    page_size: int = 64,
+    max_context: int | None = None,
+    eos_ids: Sequence[int] | None = None,
+    plain: bool = False,
+    certify: bool = False,
+    cycles: int = 8,
+    impl: str = "auto",
+    on_text: Callable[[int, str], None] | None = None,
+    on_finish: Callable[[int, Generation], None] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Generation]:
+    """Decode every prompt greedily and return one Generation each, in order.
+
+    Args:
+      params: the pair.
+      prompts: texts (with a tokenizer) or token ids; one prompt or many.
+      tokenizer: for prompts and for `text`; its stop tokens are the default `eos_ids`.
+      max_new_tokens: budget, one for all or one each; 0 gives an empty answer without model work.
+      batch: sequences decoded together; with fewer prompts the rest of a batch stays empty.
+      num_drafts: drafts a cycle; by default what the drafter was made for.
+      page_size: tokens a KV page.
+      max_context: tokens of the longest sequence; by default what the prompts need, rounded up to a
+        power of two, so that prompts of a bucket share an executable.
+      eos_ids: tokens that end an answer; an empty list ignores the tokenizer's.
+      plain: keep no draft: the same executable, one token a cycle.
+      certify: hash each row's logits.
+      cycles: cycles a dispatch to the device.
+      impl: which form of each kernel.
+      on_text: called with a prompt's index and the text that was accepted; needs a tokenizer.
+      on_finish: called with a prompt's index and its Generation as soon as that is complete.
+      progress: called with a few words before a slow phase.
+
+    Raises:
+      ValueError, TypeError: a request that cannot be met; nothing has been compiled.
+      DecodeError: the target's logits were not finite.
+    """
+    if on_text is not None and tokenizer is None:
+        raise ValueError("generate: on_text needs a tokenizer, none was given")
+    job = prepare(
+        params,
+        _as_list(prompts),
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        num_drafts=num_drafts,
+        page_size=page_size,
+        max_context=max_context,
+        eos_ids=eos_ids,
+        plain=plain,
+        options=DecodeOptions(cycles=cycles, impl=impl, certify=certify),
+        progress=progress,
+    )
+    for sequence in run(job):
+        piece = sequence.take_text()
+        if on_text is not None and piece:
+            on_text(sequence.index, piece)
+        if on_finish is not None and sequence.status != Status.ACTIVE:
+            on_finish(sequence.index, _generation(job, sequence))
+    return [_generation(job, sequence) for sequence in job.sequences]
+
+
+def stream(
+    params: Params, prompt: Prompt, *, tokenizer: Tokenizer, **options: Any
+) -> Iterator[str]:
+    """Yield the text of one answer as it is accepted; `options` are those of `generate`.
+
+    A request that cannot be met raises at the call, before the first piece is asked for.
+    """
+    cycles, impl = options.pop("cycles", 8), options.pop("impl", "auto")
+    job = prepare(
+        params,
+        [prompt],
+        tokenizer=tokenizer,
+        options=DecodeOptions(cycles=cycles, impl=impl),
+        **{"max_new_tokens": 128, "batch": 1, **options},
+    )
+    return (piece for sequence in run(job) if (piece := sequence.take_text()))
+
+
+def summary(generations: Sequence[Generation]) -> Stats:
+    """One Stats over all of a call: sequences of a batch share its time, batches add up."""
+    seconds: dict[int, float] = {}
+    for one in generations:
+        longest = seconds.get(one.batch_index, 0.0)
+        seconds[one.batch_index] = max(longest, one.stats.decode_seconds)
+    return Stats.merged([one.stats for one in generations], decode_seconds=sum(seconds.values()))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text, or one flat list of ids, is a list of one prompt."""
+    is_one = isinstance(prompts, str) or (
+        len(prompts) > 0 and all(isinstance(item, int | np.integer) for item in prompts)
+    )
+    return cast(list[Prompt], [prompts] if is_one else list(prompts))
+
+
+def _generation(job: Job, one: Tracked) -> Generation:
+    num_drafts = 0 if job.plain else job.fixed.num_drafts
+    empty = {
+        "accepted": np.zeros(0, np.int32),
+        "committed": np.zeros(0, np.int32),
+        "proposed": np.zeros(0, np.int32),
+        "drafted": np.zeros((0, job.fixed.num_drafts), np.int32),
+    }
+    joined = {
+        name: np.concatenate([none, *(c[name] for c in one.cycles)]) for name, none in empty.items()
+    }
+    reason = _FINISH_REASONS[Status(one.status)]
+    stats = Stats(
+        drafter="none" if job.plain else job.params.draft.config.kind,
+        num_drafts=num_drafts,
+        num_tokens=(len(one.ids),),
+        finish_reasons=(reason,),
+        prompt_tokens=(len(one.prompt),),
+        ttft_seconds=(one.ttft,) if one.ids else (),
+        decode_seconds=one.decode_seconds,
+        compile_seconds=job.report.compile_seconds if one.index == 0 else 0.0,
+        settings=_settings(job),
+        **{name: (array,) for name, array in joined.items()},
+    )
+    return Generation(
+        ids=tuple(one.ids),
+        text=one.text if one.decoder is not None else None,
+        finish_reason=reason,
+        stats=stats,
+        hashes=tuple(one.hashes) if job.options.certify else None,
+        batch_index=one.batch_index,
+    )
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """What a figure depends on, for the record."""
+    device = next(iter(job.params.target.embed.devices()))
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "dtype": job.params.target.embed.dtype.name,
+        "batch": job.fixed.batch,
+        "page_size": job.fixed.page_size,
+        "capacity": job.fixed.capacity,
+        "verify_rows": job.fixed.verify_rows,
+        "cycles_a_dispatch": job.options.cycles,
+        "impl": job.options.impl,
+        "plain": job.plain,
+        "executable": job.report.executable,
+    }

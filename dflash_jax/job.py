@@ -1,0 +1,223 @@
+"""A request made ready: prompts as ids, sizes, static options. All checks; nothing compiles here.
+
+What is wrong with a request is said here, in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.fixed import Fixed, plan
+from dflash_jax.loop import DecodeOptions
+from dflash_jax.params import Params
+from dflash_jax.state import MAX_STOP_IDS, Status
+from dflash_jax.tokenizer import StreamDecoder, Tokenizer
+
+Prompt = str | Sequence[int]
+
+PREFILL_CHUNK = 512  # most prompt tokens a prefill call takes
+MIN_BUCKET = 16  # prompts are padded to powers of two from here
+MIN_CAPACITY = 128  # tokens a sequence can grow to, powers of two from here
+
+
+def context_for(longest: int, target: TargetConfig) -> int:
+    """A context for sequences of up to `longest` tokens, rounded up so that requests share it."""
+    return min(power_of_two(longest, MIN_CAPACITY), target.max_context)
+
+
+def sizes_for(
+    target: TargetConfig,
+    draft: DraftConfig | RuleConfig,
+    *,
+    max_context: int,
+    dtype: str,
+    batch: int,
+    num_drafts: int | None,
+    page_size: int,
+) -> Fixed:
+    """`plan` with the prefill chunk that a context asks for."""
+    return plan(
+        target,
+        draft,
+        batch=batch,
+        max_context=max_context,
+        num_drafts=num_drafts,
+        page_size=page_size,
+        prefill_chunk=min(PREFILL_CHUNK, power_of_two(max_context, MIN_BUCKET)),
+        dtype=dtype,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One prompt on its way: what the device has reported of it so far."""
+
+    index: int
+    prompt: np.ndarray  # i32[T]
+    budget: int
+    decoder: StreamDecoder | None
+    batch_index: int = 0
+    status: int = Status.EMPTY
+    ids: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    cycles: list[dict[str, np.ndarray]] = field(default_factory=list)  # records, one a chunk
+    started: float = 0.0
+    ttft: float = float("nan")
+    decode_seconds: float = 0.0
+    text: str = ""
+    num_read: int = 0  # ids that are in `text`, or with the decoder
+
+    def take_text(self) -> str:
+        """The text of the ids that came in since the last call; all of it once finished."""
+        if self.decoder is None:
+            return ""
+        piece = self.decoder.push(self.ids[self.num_read :])
+        self.num_read = len(self.ids)
+        if self.status != Status.ACTIVE:
+            piece += self.decoder.flush()
+        self.text += piece
+        return piece
+
+
+@dataclass(slots=True)
+class Report:
+    """What compiling left behind."""
+
+    compile_seconds: float = 0.0
+    executable: str | None = None  # fingerprint of prefill and decode, if certified
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A checked request: sequences, sizes and static options."""
+
+    params: Params
+    sequences: list[Tracked]
+    fixed: Fixed
+    options: DecodeOptions
+    max_context: int
+    stop_ids: tuple[int, ...]
+    plain: bool
+    progress: Callable[[str], None]
+    report: Report
+
+
+def prepare(
+    params: Params,
+    prompts: Sequence[Prompt],
+    *,
+    tokenizer: Tokenizer | None,
+    max_new_tokens: int | Sequence[int],
+    batch: int,
+    options: DecodeOptions,
+    num_drafts: int | None = None,
+    page_size: int = 64,
+    max_context: int | None = None,
+    eos_ids: Sequence[int] | None = None,
+    plain: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Job:
+    """Check a request and choose its sizes; nothing is compiled or put on the device."""
+    target = params.target.config
+    if batch < 1:
+        raise ValueError(f"generate: batch is {batch}, wanted at least 1")
+    if options.cycles < 1:
+        raise ValueError(f"generate: cycles is {options.cycles}, wanted at least 1")
+    budgets = _budgets(max_new_tokens, len(prompts))
+    limit = min(max_context or target.max_context, target.max_context)
+    sequences = [
+        Tracked(
+            index,
+            _prompt_ids(prompt, tokenizer, f"prompt {index}", target.real_vocab, limit),
+            budget,
+            StreamDecoder(tokenizer) if tokenizer is not None else None,
+            batch_index=index // batch,
+        )
+        for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+    ]
+    longest = max((len(one.prompt) + one.budget for one in sequences), default=2)
+    fixed = sizes_for(
+        target,
+        params.draft.config,
+        dtype=params.target.embed.dtype.name,
+        batch=batch,
+        num_drafts=num_drafts,
+        page_size=page_size,
+        max_context=context_for(longest, target) if max_context is None else max_context,
+    )
+    if eos_ids is None:
+        eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
+    return Job(
+        params=params,
+        sequences=sequences,
+        fixed=fixed,
+        options=options,
+        max_context=limit,
+        stop_ids=_stop_ids(eos_ids, target.vocab),
+        plain=plain,
+        progress=progress or (lambda words: None),
+        report=Report(),
+    )
+
+
+def _budgets(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
+    given = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(given) != count:
+        raise ValueError(f"generate: {len(given)} max_new_tokens for {count} prompts")
+    for budget in given:
+        if not isinstance(budget, int | np.integer) or budget < 0:
+            raise ValueError(f"generate: max_new_tokens is {budget!r}, wanted an integer from 0")
+    return [int(budget) for budget in given]
+
+
+def _prompt_ids(
+    prompt: Prompt, tokenizer: Tokenizer | None, who: str, vocab: int, limit: int
+) -> np.ndarray:
+    """i32[T], checked against vocabulary and context."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"generate: {who} is text, but no tokenizer was given")
+        prompt = tokenizer.encode(prompt)
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        raise ValueError(f"generate: {who} is empty")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(
+            f"generate: {who} is {ids.dtype}{list(ids.shape)}, wanted text or a list of token ids"
+        )
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if outside.size:
+        raise ValueError(
+            f"generate: {who} has token id {outside[0]}, outside the vocabulary of {vocab}"
+        )
+    if ids.size > limit:
+        raise ValueError(f"generate: {who} has {ids.size} tokens, the context holds {limit}")
+    return ids.astype(np.int32)
+
+
+def _stop_ids(eos_ids: Sequence[int], vocab: int) -> tuple[int, ...]:
+    ids = tuple(sorted({int(index) for index in eos_ids}))
+    if len(ids) > MAX_STOP_IDS:
+        raise ValueError(f"generate: {len(ids)} eos_ids, supported: up to {MAX_STOP_IDS}")
+    outside = [index for index in ids if not 0 <= index < vocab]
+    if outside:
+        raise ValueError(f"generate: eos id {outside[0]} is outside the vocabulary of {vocab}")
+    return ids
+
+
+def chunks(job: Job, one: Tracked) -> Iterator[tuple[np.ndarray, int]]:
+    """A prompt in padded chunks (i32[size], real tokens): full ones, then the rest's bucket."""
+    most = min(PREFILL_CHUNK, 1 << (job.fixed.max_rows.bit_length() - 1))
+    for start in range(0, len(one.prompt), most):
+        part = one.prompt[start : start + most]
+        size = min(power_of_two(len(part), MIN_BUCKET), most)
+        yield np.pad(part, (0, size - len(part))), len(part)
+
+
+def power_of_two(value: int, least: int) -> int:
+    """The smallest power of two from `least` that is not below `value`."""
+    return max(least, 1 << (max(value, 1) - 1).bit_length())

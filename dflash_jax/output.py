@@ -1,0 +1,97 @@
+"""What `dflash decode` writes: text or JSON lines, tables to stderr, figures as the last line."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dflash_jax.certificate import Certificate
+from dflash_jax.engine import Generation, summary
+from dflash_jax.fixed import Fixed
+from dflash_jax.reports.progress import Phases
+from dflash_jax.stats import Stats
+
+
+class Output:
+    """Streams one prompt's text, or writes a JSON line for each prompt of a file."""
+
+    def __init__(self, args: argparse.Namespace, *, has_text: bool) -> None:
+        self._args = args
+        self._phases = Phases()
+        self._is_file = args.prompts is not None
+        self._streams = not self._is_file and not args.json and has_text
+
+    def callbacks(self, *, first: int) -> dict[str, Any]:
+        """For `generate`, whose prompt 0 is request `first`."""
+        shown: dict[str, Any] = {"progress": self._phases}
+        if self._streams:
+            shown["on_text"] = self._write_text
+        if self._is_file:
+            shown["on_finish"] = lambda index, one: self._write_line(first + index, one)
+        return shown
+
+    def say(self, words: str) -> None:
+        self.close()
+        print(words, file=sys.stderr)
+
+    def close(self) -> None:
+        """Take a spinner away."""
+        self._phases.stop()
+
+    def _write_text(self, index: int, piece: str) -> None:
+        self.close()
+        print(piece, end="", flush=True)
+
+    def _write_line(self, index: int, one: Generation) -> None:
+        if not self._args.json:
+            self.close()
+            name = self._args.requests[index].id
+            print(json.dumps({"index": index, "id": name, **_answer(one)}), flush=True)
+        self._phases(f"prompt {index + 1} of {len(self._args.requests)} is done")
+
+    def finish(self, found: list[Generation], proof: Certificate | None, facts: dict[str, Any]):
+        """End the text, print table and certificate, then the last line: all figures."""
+        self.close()
+        stats = summary(found)
+        if self._streams:
+            print(flush=True)
+        elif not self._is_file and not self._args.json:
+            print(",".join(map(str, found[0].ids)))
+        if self._args.stats:
+            _print_table(stats)
+        elif stats.warning:
+            self.say(stats.warning)
+        if proof is not None:
+            self.say(str(proof))
+        record = {
+            **facts,
+            **({"prompts": len(found)} if self._is_file else _answer(found[0])),
+            "stats": stats.as_dict(),
+            "certificate": None if proof is None else proof.as_dict(),
+        }
+        print(json.dumps(record), flush=True)
+
+
+def sizes(fixed: Fixed) -> dict[str, Any]:
+    """A plan in plain values."""
+    return {
+        "batch": fixed.batch,
+        "capacity": fixed.capacity,
+        "page_size": fixed.page_size,
+        "num_pages": fixed.num_pages,
+        "num_drafts": fixed.num_drafts,
+        "verify_rows": fixed.verify_rows,
+        "dtype": fixed.hidden.dtype,
+    }
+
+
+def _answer(one: Generation) -> dict[str, Any]:
+    return {"text": one.text, "ids": list(one.ids), "finish_reason": one.finish_reason}
+
+
+def _print_table(stats: Stats) -> None:
+    from rich.console import Console
+
+    from dflash_jax.reports import table
+
+    Console(stderr=True).print(table.build(stats))

@@ -1,0 +1,198 @@
+"""Drive the device through a job: pages, prefill, chunks launched one ahead of the one read."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import loop
+from dflash_jax.job import Job, Tracked, chunks
+from dflash_jax.pages import PageAllocator, block_table, pages_for
+from dflash_jax.scratch import DflashScratch, init_scratch
+from dflash_jax.state import MAX_STOP_IDS, Buffers, DecodeState, Status, init_buffers, init_state
+
+Carriers = tuple[DecodeState, Buffers, DflashScratch]
+
+
+class DecodeError(RuntimeError):
+    """The device reported a condition that no answer can come out of."""
+
+
+def run(job: Job) -> Iterator[Tracked]:
+    """Decode batch after batch; yield a sequence whenever new ids of it have arrived."""
+    working = [one for one in job.sequences if one.budget > 0]
+    for one in job.sequences:
+        if one.budget == 0:
+            one.status = Status.LENGTH
+            yield one
+    if not working:
+        return
+    carriers = _carriers(job)
+    _compile(job, working, carriers)
+    for start in range(0, len(working), job.fixed.batch):
+        members = working[start : start + job.fixed.batch]
+        for one in members:
+            one.batch_index = start // job.fixed.batch
+        _, buffers, scratch = carriers
+        carriers = _load_batch(job, members, buffers) + (scratch,)
+        carriers = yield from _run_batch(job, members, carriers)
+
+
+def _carriers(job: Job) -> Carriers:
+    """Fresh carriers where the weights are, so that all calls see arrays of one placement."""
+    draft = job.params.draft.config
+    fresh = init_state(job.fixed), init_buffers(job.fixed), init_scratch(draft, fixed=job.fixed)
+    return jax.device_put(fresh, job.params.target.embed.sharding)
+
+
+def _compile(job: Job, sequences: Sequence[Tracked], carriers: Carriers) -> None:
+    """Compile every executable the job needs; `jit` finds them again when it is called."""
+    start = time.perf_counter()
+    static = {"fixed": job.fixed, "options": job.options}
+    compiled = []
+    for size in sorted({len(chunk) for one in sequences for chunk, _ in chunks(job, one)}):
+        job.progress(f"compiling prefill of {size} tokens")
+        chunk = _prefill_arguments(np.zeros(size, np.int32), 1, 0, True)
+        compiled.append(loop.prefill.lower(job.params, *chunk, *carriers, **static).compile())
+    if any(one.budget > 1 for one in sequences):
+        job.progress("compiling decode")
+        compiled.append(loop.decode.lower(job.params, *carriers, **static).compile())
+    job.report.compile_seconds = time.perf_counter() - start
+    if job.options.certify:
+        job.report.executable = _fingerprint(compiled)
+
+
+def _fingerprint(compiled: Sequence[jax.stages.Compiled]) -> str:
+    """Names executables by their optimised HLO: equal names mean the same instructions."""
+    digest = hashlib.sha256()
+    for executable in compiled:
+        digest.update((executable.as_text() or "").encode())
+    return digest.hexdigest()[:16]
+
+
+def _load_batch(
+    job: Job, members: Sequence[Tracked], buffers: Buffers
+) -> tuple[DecodeState, Buffers]:
+    """Give the sequences pages; a fresh state, and buffers with the new block table."""
+    fixed = job.fixed
+    allocator = PageAllocator(fixed.num_pages)
+    pages, limits, budgets = [], [0] * fixed.batch, [0] * fixed.batch
+    for row, one in enumerate(members):
+        length = min(len(one.prompt) + one.budget, job.max_context)
+        pages.append(allocator.alloc(pages_for(length, fixed.page_size)))
+        limits[row] = min(len(pages[-1]) * fixed.page_size, job.max_context)
+        budgets[row] = one.budget
+    empty = [np.zeros(0, np.int32)] * (fixed.batch - len(members))
+    table = block_table([*pages, *empty], fixed.capacity // fixed.page_size)
+    stops = np.full((fixed.batch, MAX_STOP_IDS), -1, np.int32)
+    stops[:, : len(job.stop_ids)] = job.stop_ids
+    keep = 0 if job.plain else fixed.num_drafts
+    state = init_state(fixed).replace(
+        remaining=jnp.asarray(budgets, jnp.int32),
+        max_lens=jnp.asarray(limits, jnp.int32),
+        keep=jnp.full((fixed.batch,), keep, jnp.int32),
+        stop_ids=jnp.asarray(stops),
+    )
+    state, table = jax.device_put((state, jnp.asarray(table)), job.params.target.embed.sharding)
+    return state, buffers.replace(meta=buffers.meta.replace(block_table=table))
+
+
+def _prefill_arguments(tokens: np.ndarray, count: int, row: int, is_last: bool) -> tuple[Any, ...]:
+    return tokens, np.int32(count), np.int32(row), np.bool_(is_last)
+
+
+def _run_batch(job: Job, members: Sequence[Tracked], carriers: Carriers) -> Iterator[Tracked]:
+    """Prefill each member, then decode chunks, one launched ahead of the one being read."""
+    static = {"fixed": job.fixed, "options": job.options}
+    firsts = []
+    for row, one in enumerate(members):
+        one.started = time.perf_counter()
+        parts = list(chunks(job, one))
+        for number, (tokens, count) in enumerate(parts, start=1):
+            arguments = _prefill_arguments(tokens, count, row, number == len(parts))
+            first, *rest = loop.prefill(job.params, *arguments, *carriers, **static)
+            carriers = tuple(rest)
+        firsts.append(_start_copy(first))
+    for one, first in zip(members, firsts, strict=True):
+        _record_first(job, one, jax.device_get(first))
+        yield one
+    start = time.perf_counter()
+    launched = None
+    while launched is not None or _any_active(members):
+        reading = launched
+        out, *rest = loop.decode(job.params, *carriers, **static)
+        launched, carriers = _start_copy(out), tuple(rest)
+        if reading is None:
+            continue
+        yield from _record_chunk(members, jax.device_get(reading), start)
+        if not _any_active(members):  # the chunk under way will run no cycle
+            break
+    return carriers
+
+
+def _any_active(members: Sequence[Tracked]) -> bool:
+    return any(one.status == Status.ACTIVE for one in members)
+
+
+def _start_copy(arrays):
+    """Begin copying to the host; the device goes on meanwhile."""
+    for array in jax.tree.leaves(arrays):
+        array.copy_to_host_async()
+    return arrays
+
+
+def _record_first(job: Job, one: Tracked, first: loop.FirstToken) -> None:
+    one.ttft = time.perf_counter() - one.started
+    one.ids.append(int(first.token))
+    if first.logits_hash is not None:
+        one.hashes.append(int(first.logits_hash))
+    _set_status(one, int(first.status))
+
+
+def _record_chunk(
+    members: Sequence[Tracked], out: loop.ChunkOutput, start: float
+) -> Iterator[Tracked]:
+    """Add a chunk's records to the sequences that were still running; yield those."""
+    seconds = time.perf_counter() - start
+    for row, one in enumerate(members):
+        if one.status != Status.ACTIVE:
+            continue
+        counts = out.num_committed[: int(out.num_cycles), row]
+        ran = np.flatnonzero(counts)
+        if ran.size == 0 and out.status[row] == Status.ACTIVE:
+            raise DecodeError(f"decode: prompt {one.index} is active but no longer advances")
+        taken = np.arange(out.tokens.shape[2]) < counts[ran, None]  # [cycles, R]
+        one.ids.extend(out.tokens[ran, row][taken].tolist())
+        if out.hashes is not None:
+            one.hashes.extend(out.hashes[ran, row][taken].tolist())
+        one.cycles.append(_cycle_records(out, ran, row))
+        one.decode_seconds = seconds
+        _set_status(one, int(out.status[row]))
+        yield one
+
+
+def _cycle_records(out: loop.ChunkOutput, ran: np.ndarray, row: int) -> dict[str, np.ndarray]:
+    committed = np.asarray(out.num_committed[ran, row])
+    proposed, drafts = np.asarray(out.num_proposed[ran, row]), np.asarray(out.drafts[ran, row])
+    return {
+        # Behind a stop token or the end of a budget accepted drafts are dropped: not counted.
+        "accepted": np.minimum(out.num_accepted[ran, row], committed),
+        "committed": committed,
+        "proposed": proposed,
+        "drafted": np.where(np.arange(drafts.shape[1]) < proposed[:, None], drafts, -1),
+    }
+
+
+def _set_status(one: Tracked, status: int) -> None:
+    one.status = status
+    if status == Status.NON_FINITE:
+        raise DecodeError(
+            f"decode: prompt {one.index}: the target's logits are not finite after "
+            f"{len(one.prompt) + len(one.ids)} tokens; weights or dtype are not fit for it"
+        )
