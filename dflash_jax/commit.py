@@ -28,7 +28,7 @@ def commit(
     drafts, whose target features exist. The bonus token has none yet; it is the next anchor.
     """
     count = verification.num_committed
-    offset = jnp.arange(fixed.verify_rows, dtype=jnp.int32)
+    offset = jnp.arange(fixed.verify_rows, dtype=jnp.int32)[None]
     is_new = offset < count[:, None]  # [B, R]
     positions = state.seq_lens[:, None] + offset
     slots = jnp.where(is_new, slots_at(buffers.meta.block_table, positions, fixed.page_size), -1)
@@ -62,6 +62,6 @@ def write_tokens(
     width = history.shape[1]
     sequence = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
     # Distinct out-of-range columns keep the indices unique, as the scatter is promised.
-    beyond = width + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    beyond = width + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     column = jnp.where(is_real, positions, beyond)
     return history.at[sequence, column].set(tokens, mode="drop", unique_indices=True)

@@ -22,7 +22,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """RMSNorm over the last axis, rounded to x.dtype before `weight` as Qwen3 and Llama do."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
+    return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
 
 
 def linear(
@@ -30,7 +30,7 @@ def linear(
 ) -> jax.Array:
     """x[N, in] @ weight[out, in].T (+ bias[out]), accumulated in f32, in x.dtype."""
     y = pk.skinny_matmul(x, weight, impl=impl)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias[None]
 
 
 def logits_of(x: jax.Array, head: jax.Array, *, impl: str = "auto") -> jax.Array:

@@ -56,7 +56,7 @@ def rows_metadata(
       block_table: i32[B, P].
       rows: R, static.
     """
-    offset = jnp.arange(rows, dtype=jnp.int32)
+    offset = jnp.arange(rows, dtype=jnp.int32)[None]
     positions = start[:, None] + offset
     is_real = offset < num_rows[:, None]
     slots = jnp.where(is_real, slots_at(block_table, positions, page_size), -1)

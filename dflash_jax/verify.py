@@ -107,7 +107,7 @@ def target_rows(
 
 def _leading_matches(drafts: jax.Array, choice: jax.Array, rows: jax.Array) -> jax.Array:
     """a = sum(cumprod(draft_j == choice_j)) over the drafts that were verified, i32[B]."""
-    offset = jnp.arange(drafts.shape[1], dtype=jnp.int32)
+    offset = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     matches = (drafts == choice[:, :-1]) & (offset < rows[:, None] - 1)
     return jnp.sum(jnp.cumprod(matches.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
@@ -121,7 +121,7 @@ def _cut(
     committed: jax.Array, is_finite: jax.Array, count: jax.Array, state: DecodeState
 ) -> tuple[jax.Array, jax.Array]:
     """Cut `count` tokens at a non-finite row, a stop and the budget; the status after that."""
-    offset = jnp.arange(committed.shape[1], dtype=jnp.int32)
+    offset = jnp.arange(committed.shape[1], dtype=jnp.int32)[None]
     wanted = offset < count[:, None]
 
     def first(mask: jax.Array) -> jax.Array:
@@ -144,4 +144,4 @@ def logit_hash(logits: jax.Array) -> jax.Array:
     column = np.arange(logits.shape[1], dtype=np.uint64)
     odd = ((2 * column + 1) * _HASH_SPREAD % 2**32 | 1).astype(np.uint32)
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
-    return jnp.sum(bits * odd, axis=1, dtype=jnp.uint32)
+    return jnp.sum(bits * odd[None], axis=1, dtype=jnp.uint32)

@@ -61,7 +61,7 @@ def propose(
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Propose `params.draft.tokens` behind the anchor, with draft `poison_at` changed."""
     draft = params.draft
-    offset = jnp.arange(fixed.num_drafts, dtype=jnp.int32)
+    offset = jnp.arange(fixed.num_drafts, dtype=jnp.int32)[None]
     index = state.seq_lens[:, None] + 1 + offset
     index = jnp.clip(index, 0, draft.tokens.shape[1] - 1)
     tokens = jnp.take_along_axis(draft.tokens, index, axis=1)
