@@ -35,9 +35,11 @@ def _with_draft_pools(buffers: Buffers, k_pools: list, v_pools: list) -> Buffers
 
 
 def _lead(field: jax.Array, rows: jax.Array) -> jax.Array:
-    """`field` with its first rows replaced; a prefill bucket or a step may fill less than all."""
-    if rows.shape == field.shape:
-        return rows
+    """`field` with its first rows replaced; a prefill bucket or a step may fill less than all.
+
+    A full update goes the same way: jit would drop an input that nothing reads, and with it the
+    donation that lets the output take its place.
+    """
     return jax.lax.dynamic_update_slice_in_dim(field, rows.astype(field.dtype), 0, axis=0)
 
 

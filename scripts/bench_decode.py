@@ -1,0 +1,503 @@
+"""Time decode cycles at published shapes with random weights and a forced acceptance.
+
+The cycle is `dflash_jax.loop.decode`'s own, the one behind the CLI, over a DFlash or DFlash2
+drafter that does all of its work before an oracle replaces its drafts: exactly `--accept` of them
+are accepted. The oracle's tokens are the target's own, decoded plainly by the same executable
+first. The context is not prefilled: `seq_lens` are set over pools of random keys and values in
+shuffled pages, which costs a cycle the same. Every chunk starts again at the asked context.
+
+    python scripts/bench_decode.py --config qwen3-8b:dflash:1:1024 --torch --parts
+    python scripts/bench_decode.py --matrix small --out results.json
+
+A configuration is SHAPES:DRAFTER:BATCH:CONTEXT; drafter `none` is plain decoding, one row a step.
+`--torch` first times `bench_torch.py` on the same work. Results are also written to `--out` after
+each configuration; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+BYTES_A_MS = 4.3e9  # of a large copy on an H200
+_SMALL = (
+    "qwen3-8b:dflash:1:1024",
+    "qwen3-8b:dflash2:1:1024",
+    "qwen3-8b:none:1:1024",
+    "qwen3-8b:dflash:8:1024",
+    "qwen3-8b:dflash:1:4096",
+)
+MATRICES = {
+    "small": _SMALL,
+    "full": (
+        *_SMALL,
+        *(f"qwen3-8b:dflash:{b}:{c}" for b, c in ((1, 16384), (8, 4096), (32, 1024))),
+        *(f"qwen3-8b:dflash:{b}:{c}" for b, c in ((8, 16384), (32, 4096), (32, 16384))),
+        *(f"qwen3-8b:dflash2:{b}:1024" for b in (8, 32)),
+        *(f"qwen3-4b:{d}:1:1024" for d in ("dflash", "dflash2", "none")),
+        *(f"qwen3-4b:dflash:{b}:{c}" for b, c in ((8, 1024), (1, 4096))),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One configuration."""
+
+    shapes: str
+    drafter: str
+    batch: int
+    context: int
+
+    @staticmethod
+    def parse(text: str) -> Setting:
+        parts = text.split(":")
+        try:
+            shapes, drafter, batch, context = *parts[:2], *map(int, parts[2:])
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not SHAPES:DRAFTER:BATCH:CONTEXT, such as qwen3-8b:dflash:1:1024"
+            ) from None
+        if drafter not in ("dflash", "dflash2", "none") or min(batch, context) < 1:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: drafter is dflash, dflash2 or none, batch and context start at 1"
+            )
+        return Setting(shapes, drafter, batch, context)
+
+    def __str__(self) -> str:
+        return f"{self.shapes}:{self.drafter}:{self.batch}:{self.context}"
+
+
+def say(text: str) -> None:
+    print(f"bench_decode: {text}", file=sys.stderr, flush=True)
+
+
+class Bench:
+    """Our side: one pair's weights at a time on the device, configurations one after another."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.pair: tuple[str, str] | None = None
+        self.params: Any = None
+
+    def measure(self, setting: Setting) -> dict[str, Any]:
+        """Figures of one configuration."""
+        import jax
+
+        from dflash_jax.drafters import oracle_drafter
+        from dflash_jax.fixed import plan
+        from dflash_jax.loop import DecodeOptions
+
+        args = self.args
+        self._load(setting)
+        params = self.params
+        is_plain = setting.drafter == "none"
+        accept = 0 if is_plain else args.accept
+        room = args.cycles * (accept + 1) + (1 if is_plain else args.rows)
+        fixed = plan(
+            params.target.config,
+            params.draft.config,
+            batch=setting.batch,
+            max_context=setting.context + room,
+            page_size=args.page_size,
+            prefill_chunk=16,
+            dtype=args.dtype,
+        )
+        options = DecodeOptions(cycles=args.cycles, impl=args.impl)
+        run = _Runner(params, setting, fixed, options)
+        if not is_plain:
+            tokens = run.continue_plainly(room)
+            forced = oracle_drafter(
+                tokens, num_drafts=fixed.num_drafts, poison_at=accept, inner=params.draft
+            )
+            run.params = params.replace(draft=forced)
+        times = run.time_chunks(args.chunks)
+        accepted = run.accepted()
+        if accepted != {accept}:
+            raise RuntimeError(f"{setting}: {accepted} drafts were accepted, {accept} were forced")
+        figures = {
+            **asdict(setting),
+            "cycle_ms": statistics.median(times),
+            "cycle_ms_min": min(times),
+            "cycle_ms_max": max(times),
+            "accepted": accept,
+            "compile_s": run.compile_seconds,
+            "temp_gb": run.temp_bytes / 1e9,
+            "chunks": len(times),
+        }
+        figures |= _limit(params, setting, fixed, figures["cycle_ms"])
+        figures["tokens_per_s"] = 1000 * setting.batch * (accept + 1) / figures["cycle_ms"]
+        if args.tau:
+            figures["tokens_per_s_at_tau"] = {
+                str(tau): round(1000 * setting.batch * tau / figures["cycle_ms"], 1)
+                for tau in args.tau
+            }
+        if run.plain_ms is not None:
+            figures["plain_same_executable_ms"] = run.plain_ms
+        if args.profile:
+            figures["kernels"] = run.kernels()
+        if args.parts and not is_plain:
+            run.params = params
+            figures |= run.stages(args.chunks)
+        run.free()
+        jax.clear_caches()
+        return {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in figures.items()
+        }
+
+    def _load(self, setting: Setting) -> None:
+        """Random weights of the pair, made on the device; those of the last pair are dropped."""
+        import jax
+        from random_pair import materialise, pair_configs, params_specs
+
+        if self.pair == (setting.shapes, setting.drafter):
+            return
+        self.params = None
+        target, draft = pair_configs(setting.shapes, setting.drafter, rows=self.args.rows)
+        self.params = materialise(params_specs(target, draft, self.args.dtype))
+        jax.block_until_ready(self.params)
+        self.pair = (setting.shapes, setting.drafter)
+
+
+class _Runner:
+    """Carriers of one configuration and what is done with them."""
+
+    def __init__(self, params: Any, setting: Setting, fixed: Any, options: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+        from random_pair import materialise
+
+        from dflash_jax.scratch import init_scratch
+        from dflash_jax.state import init_buffers
+
+        self.params, self.setting, self.fixed, self.options = params, setting, fixed, options
+        self.plain_ms: float | None = None
+        self.compile_seconds, self.temp_bytes = 0.0, 0
+        self.scratch = init_scratch(params.draft.config, fixed=fixed)
+        buffers = jax.eval_shape(lambda: init_buffers(fixed))
+        k_pools, v_pools = materialise((buffers.k_pools, buffers.v_pools), scale=1.0, seed=1)
+        small = buffers.replace(k_pools=(), v_pools=())
+        small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), small)
+        pages = jax.random.permutation(jax.random.key(2), fixed.num_pages).astype(jnp.int32)
+        table = pages.reshape(setting.batch, -1)
+        meta = small.meta.replace(block_table=table)
+        self.buffers = small.replace(meta=meta, k_pools=k_pools, v_pools=v_pools)
+        self.last: Any = None
+
+    def start(self, *, keep: int | None = None) -> Any:
+        """A state whose sequences all stand at the asked context."""
+        import jax.numpy as jnp
+
+        from dflash_jax.state import Status, init_state
+
+        state = init_state(self.fixed)
+        every = jnp.full_like(state.seq_lens, 1)
+        return state.replace(
+            seq_lens=every * self.setting.context,
+            anchor=jnp.arange(1, self.fixed.batch + 1, dtype=jnp.int32),
+            remaining=every * (1 << 20),
+            max_lens=every * self.fixed.capacity,
+            keep=every * (self.fixed.num_drafts if keep is None else keep),
+            status=every * int(Status.ACTIVE),
+        )
+
+    def chunk(self, state: Any) -> Any:
+        """Run one chunk; its record and the state after it."""
+        from dflash_jax import loop
+
+        record, state, self.buffers, self.scratch = loop.decode(
+            self.params,
+            state,
+            self.buffers,
+            self.scratch,
+            fixed=self.fixed,
+            options=self.options,
+        )
+        return record, state
+
+    def continue_plainly(self, count: int) -> Any:
+        """i32[B, S]: the target's own next `count` tokens, by the same executable."""
+        import jax
+        import jax.numpy as jnp
+
+        from dflash_jax.drafters import oracle_drafter
+
+        state = self.start(keep=0)
+        unknown = jnp.zeros((self.fixed.batch, self.fixed.capacity + 1), jnp.int32)
+        inner = self.params.draft
+        self.params = self.params.replace(
+            draft=oracle_drafter(unknown, num_drafts=self.fixed.num_drafts, inner=inner)
+        )
+        self._compile(state)
+        taken = []
+        for _ in range(-(-count // self.options.cycles)):
+            began = time.perf_counter()
+            _, state = self.chunk(state)
+            jax.block_until_ready(state)
+            taken.append(1000 * (time.perf_counter() - began) / self.options.cycles)
+        self.plain_ms = statistics.median(taken[1:] or taken)
+        return state.tokens
+
+    def time_chunks(self, chunks: int) -> list[float]:
+        """ms a cycle of each chunk; the next one is launched before the last is waited for."""
+        import jax
+
+        states = [self.start() for _ in range(chunks + 3)]
+        if not self.compile_seconds:
+            self._compile(states[0])
+        jax.block_until_ready((states, self.buffers, self.scratch))
+        ends = []
+        waiting = None
+        for state in states:
+            record, _ = self.chunk(state)
+            if waiting is not None:
+                jax.block_until_ready(waiting)
+                ends.append(time.perf_counter())
+            waiting = record
+        jax.block_until_ready(waiting)
+        self.last = waiting
+        steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        return [1000 * step / self.options.cycles for step in steps[1:]]
+
+    def accepted(self) -> set[int]:
+        """Which numbers of drafts the last chunk's cycles accepted."""
+        import numpy as np
+
+        if int(self.last.num_cycles) != self.options.cycles:
+            raise RuntimeError(f"{self.setting}: {self.last.num_cycles} cycles ran")
+        return set(np.asarray(self.last.num_accepted).ravel().tolist())
+
+    def stages(self, samples: int) -> dict[str, float]:
+        """ms of propose, verify and commit apart."""
+        from decode_stages import stage_times
+
+        times, carried = stage_times(
+            self.params,
+            self.start(),
+            self.buffers,
+            self.scratch,
+            fixed=self.fixed,
+            impl=self.options.impl,
+            samples=samples,
+        )
+        self.buffers, self.scratch = carried
+        return {f"{name}_ms": ms for name, ms in times.items()}
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Device time by kernel of one chunk."""
+        from decode_stages import kernel_table
+
+        state = self.start()
+        return kernel_table(lambda: self.chunk(state)[0], self.options.cycles)
+
+    def free(self) -> None:
+        """Drop the carriers before the next configuration asks for its own."""
+        self.buffers = self.scratch = self.last = None
+
+    def _compile(self, state: Any) -> None:
+        from dflash_jax import loop
+
+        began = time.perf_counter()
+        compiled = loop.decode.lower(
+            self.params,
+            state,
+            self.buffers,
+            self.scratch,
+            fixed=self.fixed,
+            options=self.options,
+        ).compile()
+        self.compile_seconds = time.perf_counter() - began
+        memory = compiled.memory_analysis()
+        self.temp_bytes = memory.temp_size_in_bytes if memory is not None else 0
+
+
+def _limit(params: Any, setting: Setting, fixed: Any, cycle_ms: float) -> dict[str, float]:
+    """The least time the memory allows: weights once, and every key and value of the context."""
+    from random_pair import weight_bytes
+
+    weights = weight_bytes(params)
+    a_key = sum(
+        spec.shape[1] * spec.shape[3] * spec.nbytes // _size(spec) for spec in fixed.k_pools
+    )
+    kv = 2 * setting.batch * setting.context * a_key
+    limit = (weights + kv) / BYTES_A_MS
+    return {
+        "weight_gb": weights / 1e9,
+        "kv_gb": kv / 1e9,
+        "limit_ms": limit,
+        "share_of_limit": limit / cycle_ms,
+    }
+
+
+def _size(spec: Any) -> int:
+    pages, heads, page_size, dim = spec.shape
+    return pages * heads * page_size * dim
+
+
+def run_torch(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
+    """The PyTorch side of a configuration, in a process of its own."""
+    if setting.drafter == "none":
+        return {"error": "plain decoding is not compared"}
+    command = [sys.executable, str(Path(__file__).with_name("bench_torch.py"))]
+    for name in ("shapes", "drafter", "batch", "context"):
+        command += [f"--{name}", str(getattr(setting, name))]
+    command += ["--rows", str(args.rows), "--accept", str(args.accept), "--mode", args.torch_mode]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=args.torch_timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"over {args.torch_timeout} s"}
+    if done.returncode:
+        return {"error": f"exit code {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What every figure is read with."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "backend": jax.default_backend(),
+        "jax": jax.__version__,
+        "commit": args.commit or _commit(),
+        "dtype": args.dtype,
+        "rows": args.rows,
+        "page_size": args.page_size,
+        "cycles_a_chunk": args.cycles,
+        "impl": args.impl,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "limit_formula": "(weight bytes + 2 * batch * context * L * K * D * itemsize) / 4.3 TB/s",
+    }
+
+
+def _commit() -> str:
+    """The checkout's commit, with a plus sign if files differ from it; "unknown" outside of one."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip()
+
+
+def table(result: dict[str, Any]) -> str:
+    """One configuration as lines for a reader."""
+    lines = [
+        "{shapes} {drafter} batch {batch} context {context}: cycle {cycle_ms:.3f} ms "
+        "({cycle_ms_min:.3f} to {cycle_ms_max:.3f}), limit {limit_ms:.3f} ms, "
+        "{share_of_limit:.0%} of it; {tokens_per_s:.0f} tokens/s".format(**result)
+    ]
+    if "verify_ms" in result:
+        names = ("propose", "verify", "commit")
+        lines.append("  " + "  ".join(f"{name} {result[name + '_ms']:.3f}" for name in names))
+    if "torch" in result and "cycle_ms" in result["torch"]:
+        lines.append(
+            "  PyTorch {cycle_ms:.3f} ms (propose {propose_ms:.3f} verify {verify_ms:.3f}, "
+            "{attention}, {mode})".format(**result["torch"])
+            + f", {result['torch_over_ours']:.2f} times ours"
+        )
+    for row in result.get("kernels", ()):
+        lines.append(
+            "  {us_a_cycle:9.1f} us  {calls_a_cycle:6.1f} x {us_a_call:8.2f}  {kernel}".format(
+                **row
+            )
+        )
+    return "\n".join(lines)
+
+
+def write(path: Path | None, report: dict[str, Any]) -> None:
+    """Replace the results file in one step, so that a time limit loses no earlier result."""
+    if path is None:
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", type=Setting.parse, action="append", default=[])
+    parser.add_argument("--matrix", choices=sorted(MATRICES), help="a set of configurations")
+    parser.add_argument("--accept", type=int, default=5, help="drafts accepted a cycle")
+    parser.add_argument("--tau", type=float, nargs="*", default=[], help="also tokens/s at these")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a block")
+    parser.add_argument("--cycles", type=int, default=8, help="cycles a dispatch")
+    parser.add_argument("--chunks", type=int, default=10, help="dispatches timed")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--impl", choices=("auto", "xla", "pallas"), default="auto")
+    parser.add_argument("--parts", action="store_true", help="also time the stages apart")
+    parser.add_argument("--profile", action="store_true", help="also list kernels by device time")
+    parser.add_argument("--torch", action="store_true", help="also time bench_torch.py, first")
+    modes = ("default", "max-autotune-no-cudagraphs")
+    parser.add_argument("--torch-mode", choices=modes, default="default")
+    parser.add_argument("--torch-timeout", type=int, default=240, help="seconds")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start nothing after these")
+    parser.add_argument("--out", type=Path, help="results file, written after each configuration")
+    parser.add_argument("--commit", help="to report, where there is no checkout")
+    args = parser.parse_args(argv)
+    if not 0 <= args.accept < args.rows:
+        parser.error(f"--accept {args.accept}: wanted 0 to {args.rows - 1}, the drafts of a block")
+    if min(args.cycles, args.chunks) < 1 or args.rows < 2:
+        parser.error("--cycles and --chunks start at 1, --rows at 2")
+    args.config += [Setting.parse(text) for text in MATRICES.get(args.matrix, ())]
+    args.config = list(dict.fromkeys(args.config)) or [Setting.parse(_SMALL[0])]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    began = time.perf_counter()
+    late = lambda: time.perf_counter() - began > 60 * args.minutes
+    of_torch = {}
+    for setting in args.config if args.torch else ():
+        if late():
+            break
+        say(f"{setting}: PyTorch")
+        of_torch[setting] = run_torch(setting, args)
+        write(args.out, {"torch": {str(key): value for key, value in of_torch.items()}})
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout without installing
+    report: dict[str, Any] = {**facts(args), "results": [], "not_run": []}
+    bench = Bench(args)
+    for setting in args.config:
+        if late():
+            report["not_run"].append(str(setting))
+            continue
+        say(f"{setting}: ours")
+        result = bench.measure(setting)
+        if setting in of_torch:
+            result["torch"] = of_torch[setting]
+            if "cycle_ms" in of_torch[setting]:
+                result["torch_over_ours"] = round(
+                    of_torch[setting]["cycle_ms"] / result["cycle_ms"], 3
+                )
+        report["results"].append(result)
+        write(args.out, report)
+        print(table(result), flush=True)
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Pairs of a target and a drafter in published shapes, without their weights.
+
+As shapes alone (`params_specs`), for a compile; or with random weights made on the device
+(`materialise`), for a benchmark: a cycle costs the same whatever the numbers are.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.params import (
+    ConvParams,
+    DraftParams,
+    LayerParams,
+    Params,
+    RuleParams,
+    SelectorParams,
+    TargetParams,
+)
+
+WEIGHT_SCALE = 0.02
+
+_TARGETS: dict[str, dict[str, Any]] = {
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+        "tie_word_embeddings": False,
+    },
+}
+SHAPES = tuple(_TARGETS)
+
+
+def pair_configs(
+    shapes: str, drafter: str, *, rows: int = 16
+) -> tuple[TargetConfig, DraftConfig | RuleConfig]:
+    """Configs of a target of `shapes` and of a drafter of its widths.
+
+    Args:
+      shapes: one of SHAPES.
+      drafter: dflash, dflash2 or none (plain decoding by a step of one row).
+      rows: of a block, the anchor included.
+    """
+    facts = _TARGETS[shapes] | {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 40960,
+    }
+    target = TargetConfig.from_hf(facts | {"model_type": "qwen3"})
+    if drafter == "none":
+        return target, RuleConfig("none", 0)
+    extra: dict[str, Any] = {"mask_token_id": target.vocab - 267}
+    if drafter == "dflash2":
+        extra |= {"conv_kernel_size": 2, "conv_group_size": 16}
+        extra |= {"selector_rank": 256, "selector_top_k": 16}
+    names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+    of_draft = {
+        "architectures": [names[drafter]],
+        "num_hidden_layers": 2 if shapes == "tiny" else 5,
+        "num_target_layers": target.num_layers,
+        "block_size": rows,
+        "dflash_config": extra,
+    }
+    return target, DraftConfig.from_hf(facts | of_draft)
+
+
+def params_specs(
+    target: TargetConfig, draft: DraftConfig | RuleConfig, dtype: str = "bfloat16"
+) -> Params:
+    """Params whose leaves are ShapeDtypeStructs."""
+    spec = partial(_spec, dtype=dtype)
+    target_params = TargetParams(
+        embed=spec(target.vocab, target.width),
+        layers=tuple(_layer(target, spec) for _ in range(target.num_layers)),
+        norm=spec(target.width),
+        head=None if target.is_tied else spec(target.vocab, target.width),
+        config=target,
+    )
+    if isinstance(draft, RuleConfig):
+        return Params(target_params, RuleParams(None, None, None, draft))
+    kv = 2 * draft.num_kv_heads * draft.head_dim
+    selector = None
+    if draft.selector_rank:
+        codebook = spec(draft.vocab, draft.selector_rank)
+        selector = SelectorParams(spec(draft.selector_rank, draft.width), codebook, codebook)
+    draft_params = DraftParams(
+        fc=spec(draft.width, len(draft.target_layer_ids) * target.width),
+        hidden_norm=spec(draft.width),
+        fused_kv=spec(draft.num_layers * kv, draft.width),
+        fused_kv_bias=None,
+        layers=tuple(_layer(draft, spec) for _ in range(draft.num_layers)),
+        norm=spec(draft.width),
+        selector=selector,
+        config=draft,
+    )
+    return Params(target_params, draft_params)
+
+
+def _spec(*shape: int, dtype: str) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _layer(config: TargetConfig | DraftConfig, spec: Any) -> LayerParams:
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    conv = None
+    if isinstance(config, DraftConfig) and config.conv_taps:
+        conv = ConvParams(
+            base=spec(2, config.conv_taps, config.width),
+            projection=spec(2 * config.conv_taps * config.num_conv_groups, config.width),
+        )
+    return LayerParams(
+        input_norm=spec(config.width),
+        qkv=spec(q + 2 * kv, config.width),
+        o=spec(config.width, q),
+        post_norm=spec(config.width),
+        gate_up=spec(2 * config.ffn, config.width),
+        down=spec(config.width, config.ffn),
+        q_norm=spec(config.head_dim),
+        k_norm=spec(config.head_dim),
+        attention_conv=conv,
+        mlp_conv=conv,
+    )
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(
+    key: jax.Array, mean: float, scale: float, *, shape: tuple[int, ...], dtype: str
+) -> jax.Array:
+    noise = jax.random.normal(key, shape, jnp.dtype(dtype))
+    return (mean + scale * noise).astype(dtype)
+
+
+def materialise(specs: Any, *, scale: float = WEIGHT_SCALE, seed: int = 0) -> Any:
+    """Random arrays on the default device for a pytree of ShapeDtypeStructs.
+
+    Vectors are norm weights, so they vary around 1; everything else around 0.
+    """
+    leaves, tree = jax.tree.flatten(specs)
+    # Counter-based keys would cost more than the weights; nothing here needs their quality.
+    keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), len(leaves))
+    arrays = []
+    for key, leaf in zip(keys, leaves, strict=True):
+        mean = 1.0 if len(leaf.shape) == 1 else 0.0
+        arrays.append(_normal(key, mean, scale, shape=leaf.shape, dtype=leaf.dtype.name))
+    return jax.tree.unflatten(tree, arrays)
+
+
+def weight_bytes(params: Params) -> int:
+    """Bytes of weights that one decode cycle reads: each matrix once, the head for each reader.
+
+    Embeddings and codebooks are read a few rows at a time and do not count, a tied embedding does
+    as the head; `fused_kv` repeats rows of the drafter's qkv and is read beside it.
+    """
+
+    def total(tree: Any) -> int:
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    target, draft = params.target, params.draft
+    draft = draft.inner if isinstance(draft, RuleParams) else draft
+    head = total(target.lm_head)
+    size = total(target.layers) + head
+    if draft is not None:
+        size += total((draft.fc, draft.fused_kv, draft.layers)) + head
+        size += total(draft.selector.hidden_projection) if draft.selector else 0
+    return size

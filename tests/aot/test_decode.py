@@ -1,0 +1,66 @@
+"""What the CUDA compiler makes of the compiled steps for an H200, read without a GPU."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.aot.h200 import missing_reason
+
+_ROOT = Path(__file__).parents[2]
+_DECODES = [("tiny", "dflash2"), ("qwen3-8b", "dflash")]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing_reason() is not None, reason=missing_reason() or ""),
+]
+
+
+@cache
+def compiled(what: str, shapes: str, drafter: str) -> dict:
+    """Facts about one executable, from a process of its own."""
+    command = [sys.executable, "-m", "tests.aot.compile_decode", what, shapes, drafter]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_a_decode_chunk_aliases_every_carrier(shapes, drafter):
+    facts = compiled("decode", shapes, drafter)
+    assert facts["num_aliases"] == facts["num_carriers"]
+    assert facts["alias_bytes"] >= facts["carrier_bytes"]
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_a_decode_chunk_makes_nothing_as_large_as_a_weight_or_a_pool(shapes, drafter):
+    facts = compiled("decode", shapes, drafter)
+    assert facts["copied"] == []
+    assert facts["large"] == []
+    assert facts["vocabulary_rows"] == 16
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_temporary_memory_of_a_decode_chunk_is_less_than_one_layers_pools(shapes, drafter):
+    facts = compiled("decode", shapes, drafter)
+    assert facts["temp_bytes"] < 2 * facts["pool_bytes"]
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_no_sort_or_top_k_in_a_decode_chunk_runs_over_the_vocabulary(shapes, drafter):
+    vocab = {"tiny": 4096, "qwen3-8b": 151936}[shapes]
+    assert compiled("decode", shapes, drafter)["sorted_columns"] < vocab
+
+
+def test_prefill_aliases_every_carrier_and_copies_no_weight_or_pool():
+    facts = compiled("prefill", "tiny", "dflash2")
+    assert facts["num_aliases"] == facts["num_carriers"]
+    assert facts["alias_bytes"] >= facts["carrier_bytes"]
+    assert facts["copied"] == []
+
+
+def test_prefill_computes_the_logits_of_one_row():
+    assert compiled("prefill", "tiny", "dflash2")["vocabulary_rows"] == 1
