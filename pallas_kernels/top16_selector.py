@@ -154,25 +154,22 @@ def selector_walk_xla(
     lattice = jnp.where(counts[None, None, None], lattice, MASK_VALUE)  # [B, J, prev C, C]
     best = _best_candidate(lattice, ids[:, :, None], counts[None, None, None])  # [B, J, prev C]
     chosen = _follow(best)  # [B, J]
-    came_from = jnp.pad(
-        chosen[:, :-1], ((0, 0), (1, 0))
-    )  # all predecessors of row 0 are the anchor
+    # Every predecessor of row 0 is the anchor, so that candidate 0 stands for it.
+    came_from = jnp.pad(chosen[:, :-1], ((0, 0), (1, 0)))
     path = _take(ids, chosen[:, :, None], 2)[:, :, 0]
     scores = _take(lattice, came_from[:, :, None, None], 2)[:, :, 0]
     return path, scores
 
 
 def _follow(best) -> jax.Array:
-    """Return i32[B, J], the candidate each row ends at when row 0 comes from candidate 0.
+    """Return i32[B, J], the candidate chosen in each row.
 
-    best[b, j, p] is row j's candidate after candidate p of the row before. Composing neighbours at
-    distance 1, 2, 4, ... takes log2(J) dependent look-ups where a walk takes J.
+    best[b, j, p] is row j's candidate after candidate p of the row before; row 0 starts from p = 0.
+    Composing rows at distance 1, 2, 4, ... takes log2(J) dependent look-ups where a walk takes J.
     """
-    num_rows = best.shape[1]
-    start = jnp.broadcast_to(jnp.arange(best.shape[2], dtype=jnp.int32)[None, None], best.shape)
     distance = 1
-    while distance < num_rows:
-        before = jnp.concatenate([start[:, :distance], best[:, :-distance]], 1)
+    while distance < best.shape[1]:
+        before = jnp.pad(best[:, :-distance], ((0, 0), (distance, 0), (0, 0)))
         best = _take(best, before, 2)
         distance *= 2
     return best[:, :, 0]

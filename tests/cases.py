@@ -49,8 +49,9 @@ ATTENTION = (
     AttentionCase("verify_1k", 16, (16, 2), 128, 16, 64, (1000,), dtype="f32"),
     AttentionCase("drafter_1k", 16, (16, 2), 128, 64, 18, (1019,), is_causal=False),
     AttentionCase("prefill", 70, (4, 1), 16, 4, 20, (70, 77), dtype="f32"),
-    AttentionCase("prefill_segments", 128, (4, 2), 16, 16, 140, (1300,)),
-    AttentionCase("prefill_window", 80, (2, 2), 16, 16, 200, (2400, 3000), window=50, dtype="f32"),
+    # Segments end at keys 1024 and 2048: one lies inside the block, the other inside the window.
+    AttentionCase("prefill_segments", 128, (4, 2), 16, 16, 140, (1100,)),
+    AttentionCase("prefill_window", 80, (2, 2), 16, 16, 200, (2140, 3000), window=50, dtype="f32"),
 )
 
 

@@ -151,6 +151,14 @@ def test_scale_replaces_the_default_and_no_other_factor_remains():
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("size", [-1e30, -1e5, 1e5, 1e30])
+def test_equal_scores_of_any_size_weigh_all_keys_alike(size):
+    q, k_pool, v_pool, table, args = cases.make_attention(dataclasses.replace(DECODE, dtype="f32"))
+    q, k_pool = np.full_like(q, size), np.where(np.isnan(k_pool), k_pool, np.float32(1))
+    want = ops.paged_attention(0 * q, k_pool, v_pool, table, args, is_causal=True)
+    assert_close(attention()(q, k_pool, v_pool, table, args), want)
+
+
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.name)
 def test_vmap_over_requests_equals_a_loop_over_them(case):
     q, k_pool, v_pool, table, args = cases.make_attention(case)
