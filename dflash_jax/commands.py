@@ -149,7 +149,7 @@ def _plan(args: argparse.Namespace) -> int:
     """Print sizes and memory; of the target only the config is read."""
     choice = models.choose_drafter(args.drafter, args.target, args.num_drafts)
     target = TargetConfig.from_hf(read_configs(args.target)[0])
-    draft = choice.config(choice.load(None))
+    draft = choice.config(target)
     with _fitting():
         context = args.max_context or target.max_context
         fixed = _sizes(args, target, draft, context, args.batch)

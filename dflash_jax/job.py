@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -165,12 +166,17 @@ def prepare(
 
 
 def _budgets(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
-    given = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if np.ndim(max_new_tokens) == 0:
+        given = [cast(int, max_new_tokens)] * count
+    else:
+        given = list(cast(Sequence[int], max_new_tokens))
     if len(given) != count:
         raise ValueError(f"generate: {len(given)} max_new_tokens for {count} prompts")
     for budget in given:
-        if not isinstance(budget, int | np.integer) or budget < 0:
-            raise ValueError(f"generate: max_new_tokens is {budget!r}, wanted an integer from 0")
+        if not isinstance(budget, int | np.integer):
+            raise TypeError(f"generate: max_new_tokens is {budget!r}, wanted an integer")
+        if budget < 0:
+            raise ValueError(f"generate: max_new_tokens is {budget}, wanted 0 or more")
     return [int(budget) for budget in given]
 
 

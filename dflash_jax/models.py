@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DraftConfig, RuleConfig
+from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
 from dflash_jax.drafters import no_drafter, oracle_drafter, prompt_lookup_drafter
 from dflash_jax.params import DraftParams, Params, RuleParams, TargetParams
 from dflash_jax.prompts import Request, UsageError
@@ -19,6 +19,7 @@ from dflash_jax.weights import (
     load_drafter,
     load_target,
     read_configs,
+    read_draft_config,
     resolve_target,
 )
 
@@ -41,14 +42,24 @@ class DrafterChoice:
         if self.name == "none":
             return no_drafter()
         if self.name == "prompt_lookup":
-            return prompt_lookup_drafter(num_drafts=self.num_drafts or RULE_DRAFTS)
-        is_ours = self.name in OUR_DRAFTERS
-        return load_drafter(f"{DEFAULT_TARGET}-{self.name}" if is_ours else self.name, target)
+            return prompt_lookup_drafter(num_drafts=self.most)
+        return load_drafter(self._path, target)
 
-    def config(self, params: DraftParams | RuleParams | None) -> DraftConfig | RuleConfig:
-        if params is not None:
-            return params.config
-        return RuleConfig("oracle", self.num_drafts or RULE_DRAFTS)
+    def config(self, target: TargetConfig) -> DraftConfig | RuleConfig:
+        """The drafter's config, without its weights."""
+        if self.name in ("none", "prompt_lookup") or self.accepts is not None:
+            params = self.load(None)
+            return RuleConfig("oracle", self.most) if params is None else params.config
+        return read_draft_config(self._path, num_target_layers=target.num_layers)
+
+    @property
+    def most(self) -> int:
+        """Drafts a cycle of a drafter without weights."""
+        return self.num_drafts or RULE_DRAFTS
+
+    @property
+    def _path(self) -> str:
+        return f"{DEFAULT_TARGET}-{self.name}" if self.name in OUR_DRAFTERS else self.name
 
 
 def choose_drafter(drafter: str | None, target: str, num_drafts: int | None) -> DrafterChoice:
@@ -86,7 +97,7 @@ class Models:
 
     @property
     def draft_config(self) -> DraftConfig | RuleConfig:
-        return self.choice.config(self.draft)
+        return self.choice.config(self.target.config) if self.draft is None else self.draft.config
 
     def pair(self) -> Params:
         assert self.draft is not None

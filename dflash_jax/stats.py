@@ -112,7 +112,7 @@ class Stats:
         tokens, seconds = sum(self.num_tokens), "s"
         ttft = float(np.mean(self.ttft_seconds)) if self.ttft_seconds else float("nan")
         rows = [
-            ("tokens", f"{tokens} from {len(self.num_tokens)} sequences", "first tokens included"),
+            ("tokens", f"{tokens} in {len(self.num_tokens)} answers", "first tokens included"),
             ("finished by", ", ".join(sorted(set(self.finish_reasons))) or "-", ""),
             ("tokens/s", _number(self.tokens_per_second, 1), DEFINITIONS["tokens_per_second"]),
             ("first token", _number(ttft, 3, seconds), DEFINITIONS["ttft_seconds"]),

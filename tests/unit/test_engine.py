@@ -1,0 +1,235 @@
+"""generate and stream over a tiny target with prompt lookup; all tests share three executables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax import engine, loop
+from dflash_jax.state import Status
+from dflash_jax.tokenizer import Tokenizer
+from scripts.make_tiny import write_tiny_pair
+from tests import kit
+
+PROMPTS = [kit.prompt(length, seed=9) for length in (5, 12, 1, 9, 16)]
+SHARED = {"batch": 2, "page_size": 16, "max_context": 96, "certify": True}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return kit.lookup(kit.pair("llama", "dflash").params)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.load(write_tiny_pair(tmp_path_factory.mktemp("tiny")).target)
+
+
+@pytest.fixture(scope="module")
+def answers(params):
+    return dj.generate(params, PROMPTS, max_new_tokens=40, **SHARED)
+
+
+@pytest.fixture
+def no_compile(monkeypatch):
+    """Fails a test that reaches the device."""
+
+    def reached(*args, **kwargs):
+        raise AssertionError("this request must be refused before anything compiles")
+
+    monkeypatch.setattr(loop.prefill, "lower", reached, raising=False)
+    monkeypatch.setattr("dflash_jax.run.loop.prefill", reached)
+    monkeypatch.setattr("dflash_jax.run.loop.decode", reached)
+
+
+def test_ragged_batches_give_every_prompt_its_answer_in_order(params, answers):
+    assert [len(one.ids) for one in answers] == [40] * 5
+    assert [one.finish_reason for one in answers] == ["length"] * 5
+    assert [one.batch_index for one in answers] == [0, 0, 1, 1, 2]
+    assert [one.stats.prompt_tokens for one in answers] == [(len(ids),) for ids in PROMPTS]
+    # The last prompt alone, in the same executable: its neighbours made no difference.
+    (alone,) = dj.generate(params, [PROMPTS[4]], max_new_tokens=40, **SHARED)
+    assert alone.ids == answers[4].ids and alone.hashes == answers[4].hashes
+
+
+def test_plain_decoding_gives_the_same_tokens_and_logits(params, answers):
+    plain = dj.generate(params, PROMPTS, max_new_tokens=40, plain=True, **SHARED)
+    assert [one.ids for one in plain] == [one.ids for one in answers]
+    assert [one.hashes for one in plain] == [one.hashes for one in answers]
+    assert engine.summary(answers).accepted_per_cycle > 0
+    assert all(one.stats.num_drafts == 0 and one.stats.tau == 1 for one in plain)
+    assert plain[0].stats.settings["executable"] == answers[0].stats.settings["executable"]
+
+
+def test_counts_in_stats_add_up_to_the_tokens(answers):
+    for one in answers:
+        (accepted,), (committed,) = one.stats.accepted, one.stats.committed
+        (proposed,), (drafted,) = one.stats.proposed, one.stats.drafted
+        assert committed.sum() + 1 == len(one.ids) == len(one.hashes)
+        assert np.all(accepted <= proposed) and np.all(committed - accepted <= 1)
+        assert drafted.shape == (len(accepted), 7)
+        position = 1
+        for count, total, ids in zip(accepted, committed, drafted, strict=True):
+            assert tuple(ids[:count]) == one.ids[position : position + count]
+            position += total
+    total = engine.summary(answers)
+    assert total.num_tokens == (40,) * 5
+    assert total.decode_seconds < sum(one.stats.decode_seconds for one in answers)
+    assert answers[0].stats.compile_seconds > 0 == answers[1].stats.compile_seconds
+
+
+@pytest.mark.parametrize("budgets", [(0, 1), (2, 7), (8, 9), (1, 1), (0, 0)], ids=str)
+def test_exactly_the_budget_comes_out(params, answers, budgets):
+    got = dj.generate(params, PROMPTS[:2], max_new_tokens=budgets, **SHARED)
+    assert [one.ids for one in got] == [answers[i].ids[:n] for i, n in enumerate(budgets)]
+    assert {one.finish_reason for one in got} == {"length"}
+
+
+def test_a_budget_of_nothing_does_no_model_work(params, no_compile):
+    done = []
+    got = dj.generate(
+        params, PROMPTS, max_new_tokens=0, on_finish=lambda i, one: done.append(i), **SHARED
+    )
+    assert [one.ids for one in got] == [()] * 5 and done == [0, 1, 2, 3, 4]
+    assert str(engine.summary(got))
+
+
+def test_a_stop_token_ends_an_answer_and_is_its_last_id(params, answers):
+    # Some token that first comes up late, so that drafts were accepted before it.
+    ids = answers[0].ids
+    stop = max(set(ids), key=ids.index)
+    first = ids.index(stop)
+    got = dj.generate(params, PROMPTS[:2], max_new_tokens=40, eos_ids=[stop], **SHARED)
+    assert got[0].ids == ids[: first + 1] and got[0].finish_reason == "stop"
+
+
+def test_the_context_ends_an_answer(params, answers):
+    shorter = {**SHARED, "max_context": 95}  # as many pages, so the same executables
+    long = kit.prompt(16, seed=9)
+    (got,) = dj.generate(params, long, max_new_tokens=400, **shorter)
+    assert got.finish_reason == "context" and len(got.ids) == 95 - 16 + 1
+    assert got.ids[:40] == answers[4].ids
+
+
+def test_a_prompt_that_fills_the_context_still_gets_a_token(params):
+    full = kit.prompt(96, seed=1)
+    (got,) = dj.generate(params, full, max_new_tokens=5, **SHARED)
+    assert len(got.ids) == 1 and got.finish_reason == "context"
+
+
+def test_prompts_of_a_bucket_share_one_executable(params, answers):
+    before = loop.prefill._cache_size(), loop.decode._cache_size()
+    for length in range(1, 17):
+        budget = 1 + length % 7
+        prompt = kit.prompt(length, seed=2)
+        dj.generate(params, prompt, max_new_tokens=budget, eos_ids=[length], **SHARED)
+    assert (loop.prefill._cache_size(), loop.decode._cache_size()) == before
+
+
+def test_text_streams_as_it_is_accepted(params, tokenizer):
+    shared = {**SHARED, "tokenizer": tokenizer, "eos_ids": [], "max_new_tokens": 40}
+    pieces = {0: [], 1: []}
+    finished = []
+    got = dj.generate(
+        params,
+        ["in the", "on and on"],
+        on_text=lambda index, piece: pieces[index].append(piece),
+        on_finish=lambda index, one: finished.append((index, one.text)),
+        **shared,
+    )
+    for index, one in enumerate(got):
+        assert one.text == tokenizer.decode(one.ids) == "".join(pieces[index])
+        assert len(pieces[index]) > 2
+    assert sorted(finished) == [(0, got[0].text), (1, got[1].text)]
+    streamed = dj.stream(params, "in the", **{k: v for k, v in shared.items() if k != "certify"})
+    assert next(streamed) and "".join(streamed) in got[0].text
+
+
+def test_the_tokenizers_stop_tokens_are_the_default(params, tokenizer, answers):
+    first = answers[0].ids[3]
+    stops = Tokenizer(tokenizer.backend, eos_ids=(first,))
+    (got,) = dj.generate(params, PROMPTS[0], max_new_tokens=40, tokenizer=stops, **SHARED)
+    assert got.finish_reason == "stop" and got.ids[-1] == first
+
+
+@pytest.mark.parametrize("when", [1, 2, 4])
+def test_an_interrupt_leaves_the_library_usable(params, tokenizer, answers, when):
+    calls = []
+
+    def interrupt(index, piece):
+        calls.append(piece)
+        if len(calls) == when:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dj.generate(
+            params,
+            PROMPTS[:2],
+            tokenizer=tokenizer,
+            eos_ids=[],
+            max_new_tokens=40,
+            on_text=interrupt,
+            **SHARED,
+        )
+    again = dj.generate(params, PROMPTS[:2], max_new_tokens=40, **SHARED)
+    assert [one.ids for one in again] == [one.ids for one in answers[:2]]
+
+
+def test_logits_that_are_not_finite_are_one_readable_error(params):
+    target = params.target
+    broken = target.replace(norm=jnp.full_like(target.norm, jnp.nan))
+    with pytest.raises(dj.engine.DecodeError, match="prompt 0: .* not finite after 6 tokens"):
+        dj.generate(params.replace(target=broken), PROMPTS[0], max_new_tokens=4, **SHARED)
+
+
+@pytest.mark.parametrize(
+    "prompts, options, error, message",
+    [
+        ([[]], {}, ValueError, "prompt 0 is empty"),
+        ([[1, 2], [307]], {}, ValueError, "prompt 1 has token id 307, outside the vocabulary"),
+        ([[1, -1]], {}, ValueError, "token id -1"),
+        ([[1.5]], {}, TypeError, "wanted text or a list of token ids"),
+        ("text", {}, ValueError, "no tokenizer was given"),
+        ([1] * 97, {}, ValueError, "has 97 tokens, the context holds 96"),
+        ([1], {"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
+        ([1], {"max_new_tokens": 2.5}, TypeError, "max_new_tokens"),
+        ([1], {"max_new_tokens": [1, 2]}, ValueError, "2 max_new_tokens for 1 prompts"),
+        ([1], {"batch": 0}, ValueError, "batch is 0"),
+        ([1], {"cycles": 0}, ValueError, "cycles is 0"),
+        ([1], {"num_drafts": 8}, ValueError, "num_drafts is 8"),
+        ([1], {"page_size": 48}, ValueError, "page_size is 48"),
+        ([1], {"max_context": 10**6}, ValueError, "max_context is 1000000"),
+        ([1], {"eos_ids": [307]}, ValueError, "eos id 307 is outside"),
+        ([1], {"eos_ids": range(17)}, ValueError, "17 eos_ids"),
+        ([1], {"on_text": print}, ValueError, "on_text needs a tokenizer"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict | str) else "",
+)
+def test_a_request_that_cannot_be_met_is_refused_before_any_compile(
+    params, no_compile, prompts, options, error, message
+):
+    with pytest.raises(error, match=message):
+        dj.generate(params, prompts, **{"max_new_tokens": 4, **SHARED, **options})
+
+
+def test_no_prompts_give_no_answers(params, no_compile):
+    assert dj.generate(params, [], **SHARED) == []
+
+
+def test_a_call_after_a_longer_one_sees_nothing_of_it(params, answers):
+    fresh = kit.run(
+        params,
+        kit.sizes(params, 2, page_size=16, max_context=96),
+        [kit.Request(PROMPTS[2], 40), kit.Request(PROMPTS[3], 40)],
+    )
+    assert [tuple(ids) for ids in fresh.tokens] == [answers[2].ids, answers[3].ids]
+    assert all(status == Status.LENGTH for status in fresh.status)
+
+
+def test_carriers_are_where_the_weights_are(params):
+    moved = jax.device_put(params, jax.devices()[0])  # committed, as a loader on a GPU may leave it
+    before = loop.decode._cache_size()
+    for _ in range(2):
+        dj.generate(moved, PROMPTS[0], max_new_tokens=20, **SHARED)
+    assert loop.decode._cache_size() <= before + 1
