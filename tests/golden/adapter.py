@@ -97,9 +97,9 @@ def draft_steps(params, ids, features, schedule):
     fixed = _plan(params, capacity=int(schedule[-1]) + config.block_rows)
     state, scratch = init_state(fixed), init_scratch(config, fixed=fixed)
     buffers = _with_pages(init_buffers(fixed), fixed)
-    fed = 0
+    fed, widest = 0, int(np.max(np.diff(schedule, prepend=0)))
     for start in (int(length) for length in schedule):
-        new = np.zeros((int(schedule[0]), features.shape[1]), np.float32)  # the widest feed
+        new = np.zeros((widest, features.shape[1]), np.float32)  # one shape for all steps
         new[: start - fed] = features[fed:start]
         state = state.replace(
             seq_lens=np.array([start], np.int32),
