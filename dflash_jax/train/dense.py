@@ -28,7 +28,7 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def causal_attention(implementation: str) -> CausalAttention:
-    """Attention of q[B, T, H, D] over k, v[B, T, K, D]: `xla` anywhere, `cudnn` on an NVIDIA GPU."""
+    """Attention of q[B, T, H, D] over k, v[B, T, K, D]: `xla` anywhere, `cudnn` on a GPU."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)

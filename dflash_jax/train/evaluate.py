@@ -77,7 +77,7 @@ def walk(accepted: np.ndarray, start: int, stop: int) -> list[int]:
 def acceptance_length(
     accepted: np.ndarray, is_answer: np.ndarray, max_new_tokens: int
 ) -> tuple[float, int]:
-    """τ (mean tokens a cycle, bonus included) over the first answers of i32[B, T], and the cycles."""
+    """τ (mean tokens a cycle, bonus included) over each row's first answer, and the cycles."""
     cycles: list[int] = []
     for counts, written in zip(accepted, is_answer, strict=True):
         where = np.flatnonzero(written)

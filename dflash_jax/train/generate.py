@@ -163,7 +163,8 @@ def advance(
     """Choose the token at t + 1 of every row and move its state machine.
 
     Args:
-      logits: f32[B, V] after the token at t; uniform: f32[2, B] draws for sampling and second turns.
+      logits: f32[B, V] after the token at t.
+      uniform: f32[2, B] draws for sampling and for second turns.
       quotes_in: i32[V] docstring quotes in each vocabulary entry.
     """
     length = rows.tokens.shape[1]
@@ -236,7 +237,7 @@ def run_phase(
     *,
     rules: ChatRules,
 ) -> tuple[Rows, tuple[tuple[jax.Array, jax.Array], ...]]:
-    """Steps t = start..stop-1: the token at t goes through the target, the one at t + 1 is chosen."""
+    """Steps t = start..stop-1: the token at t is read, the one at t + 1 is chosen."""
 
     def step(t, carry):
         rows, caches = carry

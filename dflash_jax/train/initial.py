@@ -75,8 +75,8 @@ def initial_tensors(
     """Weights to start from, f32, by checkpoint name.
 
     Random with the variance of their fan-in, outputs of a layer damped by its depth, convolutions
-    the identity, edges of the selector zero, and the final norm a third of the target's: the head is
-    the target's, and rows that are not aligned with it yet would start with huge logits.
+    the identity, edges of the selector zero, and the final norm a third of the target's: the head
+    is the target's, and rows that are not aligned with it yet would start with huge logits.
     `fc` is for features of size one (`loop.scaled`).
     """
     width, ffn, dim = config.width, config.ffn, config.head_dim

@@ -68,10 +68,8 @@ def optimizer(options: TrainOptions) -> optax.GradientTransformation:
     )
 
 
-def start_state(
-    tensors: Mapping[str, Mapping[str, jax.Array]], options: TrainOptions
-) -> TrainState:
-    # Copies, since the state is donated and a weight may be shared (the final norm is the target's).
+def start_state(tensors: Mapping[str, Tensors], options: TrainOptions) -> TrainState:
+    # Copies: the state is donated, and a weight may be shared (the final norm is the target's).
     named = {name: jax.tree.map(jnp.array, dict(one)) for name, one in tensors.items()}
     return TrainState(named, {name: optimizer(options).init(one) for name, one in named.items()})
 

@@ -50,7 +50,7 @@ def row_targets(
 
 
 def pick_anchors(key: jax.Array, is_answer: jax.Array, num_anchors: int) -> jax.Array:
-    """i32[B, A] distinct random positions whose next token is an answer token too; -1 where short."""
+    """i32[B, A] distinct random positions with an answer token there and next; -1 where short."""
     usable = is_answer & jnp.roll(is_answer, -1, axis=1).at[:, -1].set(False)
     noise = jnp.where(usable, jax.random.uniform(key, usable.shape, jnp.float32), -1.0)
     value, index = jax.lax.top_k(noise, num_anchors)
@@ -142,7 +142,7 @@ def score_rows(
     num_candidates: int,
     chunk: int,
 ) -> RowScores:
-    """Cross entropy of hidden[N, E] through the frozen head[V, E], differentiable in `hidden` alone.
+    """Cross entropy of hidden[N, E] through head[V, E], differentiable in `hidden` alone.
 
     Args:
       labels: i32[N]; weights: f32[N]; scale: the drafter's output_multiplier.

@@ -33,16 +33,17 @@ def _pick(rng: np.random.Generator, options: tuple[str, ...]) -> str:
 
 
 _CHAT_STARTS = tuple(
-    """Write a|Write an essay about|Write a short story about|Write a letter to|Write an email|Explain|
-    Explain how|Explain why|Explain the difference between|Imagine you are|Imagine that|Pretend to be|
-    Act as|You are a|Suppose that|Compose|Compose a poem|Draft|Describe|Describe how|Describe a|
-    Given the following|Given that|Summarize|Rewrite the following|Edit the following|Extract|
-    Read the following passage|Identify|Classify|Analyze|Evaluate|Compare|Discuss|List|
-    List three|Give me|Give an example of|What is|What are|What would|What if|How do|How does|
-    How can I|How would you|Why do|Why is|Who was|When did|Which|Can you|Could you|Tell me about|
-    I want to|I need|I have a|I am|My|Help me|Help me write|Please|Please provide|Design|Develop a|
-    Create a|Outline|Provide|Recommend|Suggest|Translate|Do you|Is it|Are there|If|In the|The|
-    Here is|Let's|Consider|Propose|Craft|Answer the following question|Determine|Plan""".split("|")
+    """Write a|Write an essay about|Write a short story about|Write a letter to|Write an email|
+    Explain|Explain how|Explain why|Explain the difference between|Imagine you are|Imagine that|
+    Pretend to be|Act as|You are a|Suppose that|Compose|Compose a poem|Draft|Describe|
+    Describe how|Describe a|Given the following|Given that|Summarize|Rewrite the following|
+    Edit the following|Extract|Read the following passage|Identify|Classify|Analyze|Evaluate|
+    Compare|Discuss|List|List three|Give me|Give an example of|What is|What are|What would|
+    What if|How do|How does|How can I|How would you|Why do|Why is|Who was|When did|Which|
+    Can you|Could you|Tell me about|I want to|I need|I have a|I am|My|Help me|Help me write|
+    Please|Please provide|Design|Develop a|Create a|Outline|Provide|Recommend|Suggest|Translate|
+    Do you|Is it|Are there|If|In the|The|Here is|Let's|Consider|Propose|Craft|
+    Answer the following question|Determine|Plan""".split("|")
 )
 _CHAT_STARTS = tuple(start.strip() for start in _CHAT_STARTS)
 
@@ -175,7 +176,8 @@ _NAMES = tuple(
 )
 _THINGS = tuple(
     """apples books pencils marbles cookies stickers oranges balloons cards toys flowers bottles
-    eggs cupcakes tickets boxes shirts candies coins stamps chairs trees fish chickens bags""".split()
+    eggs cupcakes tickets boxes shirts candies coins stamps chairs trees fish chickens
+    bags""".split()
 )
 _PLACES = (
     "A store",
@@ -252,21 +254,21 @@ _PROBLEMS = (
     "fewer than on Tuesday. How many {things} were sold in all three days?",
     "{name} works {m} hours a day, {k} days a week, and earns ${n} an hour. How much money does "
     "{name} earn in {m} weeks?",
-    "{name} is {k} years older than {other}. In {m} years {name} will be twice as old as {other} is "
-    "now. How old is {other}?",
-    "A train travels at {n} miles per hour for {m} hours and then at half that speed for {k} hours. "
-    "How far does it travel?",
-    "{name} reads {m} pages in the morning and {k} pages in the evening. The book has {n} pages. How "
-    "many days does {name} need to finish it?",
+    "{name} is {k} years older than {other}. In {m} years {name} will be twice as old as {other} "
+    "is now. How old is {other}?",
+    "A train travels at {n} miles per hour for {m} hours and then at half that speed for {k} "
+    "hours. How far does it travel?",
+    "{name} reads {m} pages in the morning and {k} pages in the evening. The book has {n} pages. "
+    "How many days does {name} need to finish it?",
     "There are {n} students in a class. {m} of them play football and {k} play tennis. If {k} "
     "students play both, how many play neither?",
     "{name} spends a third of ${n} on {things} and ${m} on lunch. How much money is left?",
-    "{name} bakes {n} {things} and shares them equally with {m} friends. How many {things} does each "
-    "person get, and how many are left over?",
-    "The price of a ticket is ${m}. Children pay half. How much does a family of {k} adults and {m} "
-    "children pay for tickets?",
-    "{name} has {k} times as many {things} as {other}. Together they have {n} {things}. How many "
-    "{things} does {other} have?",
+    "{name} bakes {n} {things} and shares them equally with {m} friends. How many {things} does "
+    "each person get, and how many are left over?",
+    "The price of a ticket is ${m}. Children pay half. How much does a family of {k} adults and "
+    "{m} children pay for tickets?",
+    "{name} has {k} times as many {things} as {other}. Together they have {n} {things}. How "
+    "many {things} does {other} have?",
 )
 
 
