@@ -1,5 +1,6 @@
 """reshape_and_cache: against the oracle, dropped rows, and writing in place."""
 
+import dataclasses
 import re
 
 import jax
@@ -56,7 +57,8 @@ def test_vmap_over_layers_equals_a_loop_over_them():
 
 
 def test_pools_are_written_in_place_in_a_loop():
-    case = cases.CACHE[-1]
+    # f32, since the CPU backend of jax 0.10 scatters bf16 by way of an f32 copy of the pool.
+    case = dataclasses.replace(cases.CACHE[-1], dtype="f32", pool_dtype="f32")
     k, v, k_pool, v_pool, slots = cases.make_cache(case)
 
     def loop(k_pool, v_pool, num_steps):
