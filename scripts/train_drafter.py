@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     add("--work", type=Path, help="corpus and checkpoint; default --out")
     add("--drafters", default="dflash,dflash2")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--attention", default="auto", choices=("auto", "xla", "cudnn"), help="of the target")
     add("--seed", type=int, default=0)
     add("--resume", action="store_true", help="go on from the corpus and checkpoint in --work")
     corpus = parser.add_argument_group("corpus").add_argument
@@ -206,7 +207,9 @@ def main() -> int:
     dtype = jnp.dtype(args.dtype)
     tokenizer = Tokenizer.load(args.target)
     target = load_target(args.target, dtype=dtype)
-    attention = best_attention(target.config, dtype)
+    attention = args.attention
+    if attention == "auto":
+        attention = best_attention(target.config, dtype)
     log({
         "event": "start", "device": str(jax.devices()[0].device_kind), "jax": jax.__version__,
         "attention": attention, "arguments": {k: str(v) for k, v in vars(args).items()},
