@@ -50,9 +50,6 @@ def plain_pair(target_folder):
     return Params(target, RuleParams(None, None, None, RuleConfig("none", max_drafts=0)))
 
 
-# Targets
-
-
 def target_outputs(params, ids):
     """ids[B, T] in one call -> logits [B, T, V], hidden 0..L and final-norm rows [B, T, E]."""
     batch, rows = ids.shape
@@ -78,9 +75,6 @@ def target_outputs(params, ids):
         [x.reshape(batch, rows, -1) for x in split],
         hidden.reshape(batch, rows, -1),
     )
-
-
-# Drafters
 
 
 def draft_steps(params, ids, features, schedule):
@@ -183,9 +177,6 @@ def _named(got, fed_rows, cache_rows):
     return {n: x if x.dtype.kind in "iu" else x.astype(np.float32) for n, x in arrays.items()}
 
 
-# Modules of DFlash2
-
-
 def convolve(x, base, projection, sublayer_out, group_size, dtype):
     """Both sides of a convolution, [B, R, E] each, and the finish side's dynamic kernels."""
     dtype = jnp.dtype(dtype)
@@ -231,9 +222,6 @@ def _select(hidden, logits, projection, predecessor, successor, anchor, *, count
         "greedy_walk_scores": scores[..., :count],
         "edge_scores": edge_scores[:, 0, :count].reshape(batch, rows, count, count),
     }
-
-
-# The loop
 
 
 def spec_generate(params, prompt, max_new_tokens, stop_ids=(), *, capacity, keep=None):

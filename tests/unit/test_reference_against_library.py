@@ -27,6 +27,7 @@ class Pair:
     def __init__(self, folder, kind):
         target, drafter = KINDS[kind]
         paths = write_tiny_pair(folder, target=target, drafter=drafter, seed=3)
+        self.paths = paths
         self.params = adapter.load_pair(paths.target, paths.drafter)
         self.target = DenseTarget.load(paths.target)
         self.drafter = dflash2.load_drafter(paths.drafter, self.target)
@@ -49,6 +50,21 @@ def pairs(tmp_path_factory):
 @pytest.fixture(params=KINDS)
 def pair(request, pairs):
     return pairs[request.param]
+
+
+def test_the_reference_runs_in_f32_as_well(pair):
+    target = DenseTarget.load(pair.paths.target, np.float32)
+    drafter = dflash2.load_drafter(pair.paths.drafter, target, np.float32)
+    ids = np.random.default_rng(6).integers(0, 300, 20)
+    narrow, wide = target.forward(ids), pair.forward(ids)
+    assert narrow.logits.dtype == np.float32
+    np.testing.assert_allclose(narrow.logits, wide.logits, rtol=0, atol=F32_ATOL)
+    features = narrow.features(pair.taps)
+    got = draft_arrays(drafter, ids, features, 0, 19)
+    want = draft_arrays(pair.drafter, ids, wide.features(pair.taps), 0, 19)
+    assert got["logits"].dtype == np.float32
+    np.testing.assert_allclose(got["logits"], want["logits"], rtol=0, atol=F32_ATOL)
+    assert got["draft_ids"] == want["draft_ids"]
 
 
 def draft_arrays(drafter, ids, features, fed, start):
