@@ -1,0 +1,162 @@
+"""The law: greedy speculative tokens are the greedy plain tokens, and their logits the same bits.
+
+Plain means the same executable with no draft kept (`keep` = 0). About 8 CPU minutes, nearly all of
+it compiling: an executable for every drafter, target, batch, page size and dtype.
+"""
+
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from dflash_jax import loop
+from tests import kit
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+everywhere = pytest.mark.parametrize(
+    ("family", "batch", "page_size", "dtype"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)))
+        for case in itertools.product(kit.FAMILIES, [1, 4], [4, 16, 64], ["float32", "bfloat16"])
+    ],
+)
+
+
+def differences(got: kit.Run, want: kit.Run) -> list[str]:
+    """What differs between two runs of one batch; nothing where the law holds."""
+    found = []
+    for row in range(len(want.tokens)):
+        for what in ("tokens", "hashes"):
+            a, b = getattr(got, what)[row], getattr(want, what)[row]
+            if a != b:
+                pairs = zip([*a, None], [*b, None], strict=False)
+                at = next(i for i, (x, y) in enumerate(pairs) if x != y)
+                found.append(f"row {row}: {what} differ from {at}")
+        caches = kit.committed_kv(got.carriers, row), kit.committed_kv(want.carriers, row)
+        if not all(np.array_equal(a, b) for a, b in zip(*caches, strict=True)):
+            found.append(f"row {row}: committed keys or values differ")
+    if got.status != want.status:
+        found.append(f"status {got.status}, plain {want.status}")
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "dflash2", "prompt_lookup"])
+@everywhere
+def test_speculative_tokens_and_logits_are_those_of_plain_decoding(
+    family, batch, page_size, dtype, drafter
+):
+    kind = drafter if drafter in kit.DRAFTERS else "dflash"
+    params = kit.pair(family, kind, dtype=dtype, layers="one").params
+    if drafter == "prompt_lookup":
+        params = kit.lookup(params)
+    fixed = kit.sizes(params, batch, page_size=page_size)
+    requests = kit.ragged(batch)
+    want = kit.plain(params, fixed, requests)
+    got = kit.run(params, fixed, requests)
+    assert not differences(got, want)
+    assert all(set(counts) <= {1} for counts in want.committed)
+    assert max(counts for row in got.accepted for counts in row) > 0, "no draft was ever accepted"
+    assert got.num_steps < want.num_steps
+    assert len(set(got.status)) == min(batch, 2)
+
+
+def rollout(params, fixed, requests, **how) -> kit.Run:
+    """Plain decoding by an oracle's executable, with nothing to go by."""
+    unknown = np.zeros((fixed.batch, fixed.capacity + 1), np.int32)
+    return kit.plain(kit.oracle(params, unknown), fixed, requests, **how)
+
+
+@everywhere
+def test_every_forced_acceptance_changes_no_token_and_no_logit(family, batch, page_size, dtype):
+    params = kit.lookup(kit.pair(family, "dflash", dtype=dtype, layers="one").params)
+    fixed, requests = kit.sizes(params, batch, page_size=page_size), kit.ragged(batch)
+    want = rollout(params, fixed, requests)
+    for k in range(fixed.num_drafts + 1):
+        poison = (k + np.arange(batch)) % (fixed.num_drafts + 1)  # another number in each row
+        got = kit.run(kit.oracle(params, kit.history(want), poison), fixed, requests)
+        assert not differences(got, want), f"poison at {poison}"
+        for row, counts in enumerate(got.accepted):
+            assert set(counts[:-1]) <= {poison[row]}
+
+
+# Mutations: an attention that is right to rounding and breaks the law must be seen.
+
+
+def _gather(pool, table):
+    """[B, K, S, D] of all pages, whatever they hold read as a number."""
+    pages = jnp.nan_to_num(pool[jnp.maximum(table, 0)])  # [B, P, K, page_size, D]
+    b, p, k, page_size, d = pages.shape
+    return pages.transpose(0, 2, 1, 3, 4).reshape(b, k, p * page_size, d)
+
+
+def _scores(q, k_pool, v_pool, table, args):
+    """Scores f32[B, K, G, R, S] with the values they weigh, and which keys a row may see."""
+    b, r, h, d = q.shape
+    k, v = _gather(k_pool, table), _gather(v_pool, table)
+    grouped = q.reshape(b, r, k.shape[1], -1, d)
+    scores = jnp.einsum("brkgd,bksd->bkgrs", grouped, k, preferred_element_type=jnp.float32)
+    key = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
+    row = args[:, 1].astype(jnp.int32)[:, None] + jnp.arange(r, dtype=jnp.int32)[None]
+    sees = (key <= row[:, :, None]) & (key < args[:, 0].astype(jnp.int32)[:, None, None])
+    return scores * d**-0.5, v, sees[:, None, None], key
+
+
+def _weighted(p, v, q):
+    out = jnp.einsum("bkgrs,bksd->brkgd", p, v.astype(jnp.float32))
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def masked_keys_count_a_little(q, k_pool, v_pool, table, args, **_):
+    """A masked score is low, but not an exact zero after the exponential."""
+    scores, v, sees, _ = _scores(q, k_pool, v_pool, table, args)
+    p = jnp.exp(jnp.where(sees, scores, -12.0))
+    return _weighted(p / jnp.sum(p, axis=-1, keepdims=True), v, q)
+
+
+def split_by_length(q, k_pool, v_pool, table, args, **_):
+    """Two softmaxes joined online, split at half the keys that exist."""
+    scores, v, sees, key = _scores(q, k_pool, v_pool, table, args)
+    is_first = (key < (args[:, 0].astype(jnp.int32) // 2)[:, None, None])[:, None, None]
+    parts = []
+    for part in (sees & is_first, sees & ~is_first):
+        kept = jnp.where(part, scores, -1e30)
+        m = jnp.max(kept, axis=-1, keepdims=True)
+        p = jnp.where(part, jnp.exp(kept - m), 0.0)
+        parts.append((m, jnp.sum(p, axis=-1, keepdims=True), p))
+    (m1, l1, p1), (m2, l2, p2) = parts
+    m = jnp.maximum(m1, m2)
+    total = l1 * jnp.exp(m1 - m) + l2 * jnp.exp(m2 - m)
+    return _weighted((p1 * jnp.exp(m1 - m) + p2 * jnp.exp(m2 - m)) / total, v, q)
+
+
+def untouched(q, k_pool, v_pool, table, args, **_):
+    """The same arithmetic without a fault, so that a red mutant is red for its fault alone."""
+    scores, v, sees, _ = _scores(q, k_pool, v_pool, table, args)
+    kept = jnp.where(sees, scores, -1e30)
+    p = jnp.where(sees, jnp.exp(kept - jnp.max(kept, axis=-1, keepdims=True)), 0.0)
+    return _weighted(p / jnp.sum(p, axis=-1, keepdims=True), v, q)
+
+
+@pytest.mark.parametrize(
+    ("attention", "holds"),
+    [(untouched, True), (masked_keys_count_a_little, False), (split_by_length, False)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_attention_that_breaks_the_law_turns_this_red(attention, holds):
+    # A function of its own, so that neither its trace nor the real one's comes from a cache.
+    def mutant(*args, **kwargs):
+        with mock.patch.object(pk, "paged_attention", attention):
+            return loop.decode.__wrapped__(*args, **kwargs)
+
+    decode = jax.jit(mutant, static_argnames=("fixed", "options"))
+    params = kit.lookup(kit.pair(kind="dflash", layers="one").params)
+    fixed, requests = kit.sizes(params, 4), kit.ragged(4)
+    want = rollout(params, fixed, requests, decode=decode)
+    spoiled = kit.oracle(params, kit.history(want), np.array([7, 3, 1, 0]))
+    got = kit.run(spoiled, fixed, requests, decode=decode)
+    assert (not differences(got, want)) == holds
