@@ -19,6 +19,13 @@ from typing import Any, NamedTuple
 TARGET_CONFIG = Path(__file__).parents[1] / "data" / "h200_target_config.txtpb"
 _WHEELS = ("jax_plugins.xla_cuda12", "jax_cuda12_plugin", "nvidia.cuda_nvcc")
 _CORES = 132
+# Fields of the target config that the compiler of jax 0.10 does not know and rejects.
+_SINCE_JAX_0_11 = (
+    "mem_clock_ghz",
+    "reserved_shared_memory_per_block",
+    "max_blocks_per_multiprocessor",
+    "collective_memory_granularity",
+)
 
 
 def missing_reason() -> str | None:
@@ -56,18 +63,27 @@ class H200(NamedTuple):
         return lowered.compile()
 
 
+def _target_config(jax_version: tuple[int, ...]) -> str:
+    """The device's description, without what this jax does not know."""
+    lines = TARGET_CONFIG.read_text().splitlines()
+    if jax_version < (0, 11):
+        lines = [line for line in lines if not line.strip().startswith(_SINCE_JAX_0_11)]
+    return "\n".join(lines)
+
+
 def h200() -> H200:
     """Describe the device to the compiler; call it before anything starts a backend."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import jax
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="h200",
-        target_config=TARGET_CONFIG.read_text(),
+        target_config=_target_config(jax.__version_info__),
         topology="1x1x1",
     )
     mesh = topologies.make_mesh(topology, (1,), ("x",))
