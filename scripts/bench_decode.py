@@ -199,7 +199,7 @@ class _Runner:
 
         from dflash_jax.state import Status, init_state
 
-        state = init_state(self.fixed)
+        state: Any = init_state(self.fixed)
         every = jnp.full_like(state.seq_lens, 1)
         return state.replace(
             seq_lens=every * self.setting.context,
