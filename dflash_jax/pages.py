@@ -1,7 +1,8 @@
 """Host-side allocator of KV pages, in NumPy.
 
-A page id indexes every layer's pool alike, so one list of ids serves target and drafter. Ids are handed
-out lowest first, which keeps a sequence's pages ascending: scattered pages measured about a tenth slower.
+A page id indexes every layer's pool alike, so one list of ids serves target and drafter. Ids are
+handed out lowest first, which keeps a sequence's pages ascending: scattered pages measured about a
+tenth slower.
 """
 
 from collections.abc import Sequence
