@@ -96,10 +96,13 @@ def paged_attention_xla(
     row_pos = args[:, 1].astype(jnp.int32)[:, None] + jnp.arange(r, dtype=jnp.int32)[None]  # [B, R]
     # All rows and heads that share a kv head are the rows of one matrix; G = H // K.
     q_bkrgd = q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4)
+    # Keys before this are out of every row's window: zeroed when read, as they are masked.
+    oldest = jnp.zeros_like(kv_len) if window is None else row_pos[:, 0] - window + 1
 
     def attend(table, first_key):
         """Return (m, l, acc) of all rows over the keys of the pages in `table`."""
-        k, v, exists, key_pos = _read_pages(k_pool, v_pool, table, first_key, kv_len, q.dtype)
+        keys = (oldest, kv_len)
+        k, v, exists, key_pos = _read_pages(k_pool, v_pool, table, first_key, keys, q.dtype)
         sees = exists[:, None] & _in_reach(row_pos, key_pos, is_causal, window)  # [B, R, S]
         return _softmax_over(q_bkrgd, k, v, sees[:, None, :, None], scale)
 
@@ -115,17 +118,19 @@ def paged_attention_xla(
     return out.transpose(0, 2, 1, 3, 4).reshape(b, r, h, d).astype(q.dtype)
 
 
-def _read_pages(k_pool, v_pool, table, first_key, kv_len, dtype):
-    """Gather pages as [B, K, S, D], zero where no key exists.
+def _read_pages(k_pool, v_pool, table, first_key, keys_between, dtype):
+    """Gather pages as [B, K, S, D], zero where no key exists or lies outside `keys_between`.
 
-    Returns k, v, which keys exist bool[B, S], and their positions i32[S].
+    `keys_between` is (first, one past the last), i32[B] each.
+    Returns k, v, which keys remain bool[B, S], and their positions i32[S].
     """
     b, pages = table.shape
     kv_heads, page_size, d = k_pool.shape[1:]
     keys = pages * page_size
     key_pos = first_key + jnp.arange(keys, dtype=jnp.int32)
     has_page = jnp.broadcast_to((table >= 0)[:, :, None], (b, pages, page_size)).reshape(b, keys)
-    exists = has_page & (key_pos[None] < kv_len[:, None])  # [B, S]
+    first, end = keys_between
+    exists = has_page & (key_pos[None] >= first[:, None]) & (key_pos[None] < end[:, None])  # [B, S]
     # Indexing (page, kv head) lets the gather write [B, K, S, D], the layout of both dots.
     page = jnp.maximum(table, 0)[:, None, :]  # [B, 1, P]
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]  # [1, K, 1]
