@@ -413,3 +413,48 @@ def by_steps(params: Params, fixed: Fixed, firsts, at: Carriers, *, between=lamb
         return out._replace(num_cycles=np.int32(1), status=after[0].status), *after
 
     return finish(params, fixed, firsts, at, decode=decode)
+
+
+# Against the reference
+
+# Largest error over the oracle's largest magnitude: two target and two drafter layers in f32
+# against f64.
+TOLERANCE = 2e-5
+
+
+def assert_close(got, want, what: str = "", tolerance: float = TOLERANCE):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, wanted {want.shape}"
+    assert np.isfinite(got).all(), f"{what}: not finite"
+    error, scale = np.abs(got - want).max(initial=0.0), np.abs(want).max(initial=1e-30)
+    assert error <= tolerance * scale, f"{what}: error {error:.3g} on a scale of {scale:.3g}"
+
+
+class Block(NamedTuple):
+    """What the reference makes of one propose after `tokens`, the last of which is the anchor."""
+
+    features: np.ndarray  # [P, M*E]
+    context: np.ndarray  # [P, E]
+    hidden: np.ndarray  # [R, E] final-norm rows
+    logits: np.ndarray  # [R-1, V]
+    drafts: list[int]
+    trace: dict[str, np.ndarray]
+
+
+def reference_block(pair: Pair, tokens: list[int], rows: int) -> Block:
+    """Recompute a block and its context from the text alone."""
+    taps = pair.drafter.config.target_layer_ids
+    features = pair.target.forward(tokens[:-1]).features(taps)
+    _, context = pair.drafter.fuse(features)
+    trace = {}
+    ids = pair.drafter.block_ids(tokens[-1], rows)
+    hidden = pair.drafter.forward(ids, context, trace)
+    drafts = pair.drafter.choose(hidden[1:], tokens[-1])
+    return Block(features, context, hidden, pair.drafter.logits(hidden[1:]), drafts, trace)
+
+
+def draft_kv(at: Carriers, row: int, num_layers: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(K, V) of each drafter layer at the committed positions of one sequence."""
+    pools = committed_kv(at, row)
+    depth = len(pools) // 2
+    return list(zip(pools[depth - num_layers : depth], pools[-num_layers:], strict=True))
