@@ -9,8 +9,7 @@ from flax import struct
 from dflash_jax.fixed import AttnMetadataSpec
 
 
-@struct.dataclass
-class AttnMetadata:
+class AttnMetadata(struct.PyTreeNode):
     """Rows are flattened sequence-major: row n belongs to sequence n // R.
 
     `slot_mapping` is page * page_size + offset of the row's K/V, -1 where nothing may be written.

@@ -6,22 +6,25 @@ matrix, gate and up another. `config` is the static field, so jit keys on it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import struct
 
 from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
 
+# jax.Array | None. Which heads a model has is settled by its config, where the type cannot see it.
+MaybeArray = Any
 
-@struct.dataclass
-class ConvParams:
+
+class ConvParams(struct.PyTreeNode):
     """One grouped dynamic convolution of DFlash2 (spec/drafters.md §4.1)."""
 
     base: jax.Array  # [2, taps, E]: prepare and finish; tap 0 is the row itself
     projection: jax.Array  # [2 * taps * groups, E]: side slowest, group fastest
 
 
-@struct.dataclass
-class LayerParams:
+class LayerParams(struct.PyTreeNode):
     """One decoder layer of a target or a drafter."""
 
     input_norm: jax.Array  # [E]
@@ -30,22 +33,21 @@ class LayerParams:
     post_norm: jax.Array  # [E], before the feed-forward
     gate_up: jax.Array  # [2F, E]: gate rows, up rows
     down: jax.Array  # [E, F]
-    q_norm: jax.Array | None = None  # [D]
-    k_norm: jax.Array | None = None  # [D]
-    qkv_bias: jax.Array | None = None  # [(H + 2K) * D]
-    o_bias: jax.Array | None = None  # [E]
+    q_norm: MaybeArray = None  # [D]
+    k_norm: MaybeArray = None  # [D]
+    qkv_bias: MaybeArray = None  # [(H + 2K) * D]
+    o_bias: MaybeArray = None  # [E]
     attention_conv: ConvParams | None = None
     mlp_conv: ConvParams | None = None
 
 
-@struct.dataclass
-class TargetParams:
+class TargetParams(struct.PyTreeNode):
     """A dense target."""
 
     embed: jax.Array  # [V, E]
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [E]
-    head: jax.Array | None  # [V, E]; None: tied to `embed`
+    head: MaybeArray  # [V, E]; None: tied to `embed`
     config: TargetConfig = struct.field(pytree_node=False)
 
     @property
@@ -54,8 +56,7 @@ class TargetParams:
         return self.embed if self.head is None else self.head
 
 
-@struct.dataclass
-class SelectorParams:
+class SelectorParams(struct.PyTreeNode):
     """DFlash2's candidate selector (spec/drafters.md §4.2)."""
 
     hidden_projection: jax.Array  # [rank, E]
@@ -63,8 +64,7 @@ class SelectorParams:
     successor: jax.Array  # [V, rank]
 
 
-@struct.dataclass
-class DraftParams:
+class DraftParams(struct.PyTreeNode):
     """A DFlash or DFlash2 drafter; embedding and head are the target's.
 
     `fused_kv` repeats the key and value rows of every layer's `qkv`, so that all layers' context
@@ -74,15 +74,14 @@ class DraftParams:
     fc: jax.Array  # [E, M * E_target]
     hidden_norm: jax.Array  # [E]
     fused_kv: jax.Array  # [L * 2 * K * D, E]: keys and values of layer 0, of layer 1, ...
-    fused_kv_bias: jax.Array | None  # [L * 2 * K * D]
+    fused_kv_bias: MaybeArray  # [L * 2 * K * D]
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [E]
     selector: SelectorParams | None
     config: DraftConfig = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class RuleParams:
+class RuleParams(struct.PyTreeNode):
     """A drafter that follows a rule: none, prompt lookup, or an oracle.
 
     An oracle reads its drafts from `tokens` by absolute position and spoils the one at `poison_at`,
@@ -90,14 +89,13 @@ class RuleParams:
     data: every k shares one executable. `inner` is a drafter that runs first, for its cost alone.
     """
 
-    tokens: jax.Array | None  # i32[B, S]
-    poison_at: jax.Array | None  # i32[B]
+    tokens: MaybeArray  # i32[B, S]
+    poison_at: MaybeArray  # i32[B]
     inner: DraftParams | None
     config: RuleConfig = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class Params:
+class Params(struct.PyTreeNode):
     """A pair: the target that must be matched and the drafter that guesses."""
 
     target: TargetParams

@@ -13,32 +13,32 @@ from flax import struct
 
 from dflash_jax.config import DraftConfig, RuleConfig
 from dflash_jax.fixed import ArraySpec, Fixed
+from dflash_jax.params import MaybeArray
 
 SELECTOR_CANDIDATES = 16  # width of sel_*; a smaller selector_top_k masks the rest
 
 
-@struct.dataclass
-class DflashScratch:
+class DflashScratch(struct.PyTreeNode):
     """Working arrays of one propose: N block rows, J = B*num_drafts draft rows, W context rows.
 
     Integers are i32 (the seeds' slots are i64; x64 stays off), arguments and the event u32.
     """
 
     # block stream
-    stream_buf: jax.Array | None  # [N, E] residual stream
-    norm_buf: jax.Array | None  # [N, E] final-norm rows
-    q_buf: jax.Array | None  # [N, H*D] queries, normed and rotated
-    k_buf: jax.Array | None  # [N, K*D] block keys, normed and rotated
-    v_buf: jax.Array | None  # [N, K*D] block values
-    attn_out: jax.Array | None  # [N, H*D] attention before o_proj
-    mlp_intermediate: jax.Array | None  # [N, F] silu(gate) * up
-    mlp_up: jax.Array | None  # [N, F] up
-    stream_acc: jax.Array | None  # [N, E] what the feed-forward adds to the stream
+    stream_buf: MaybeArray  # [N, E] residual stream
+    norm_buf: MaybeArray  # [N, E] final-norm rows
+    q_buf: MaybeArray  # [N, H*D] queries, normed and rotated
+    k_buf: MaybeArray  # [N, K*D] block keys, normed and rotated
+    v_buf: MaybeArray  # [N, K*D] block values
+    attn_out: MaybeArray  # [N, H*D] attention before o_proj
+    mlp_intermediate: MaybeArray  # [N, F] silu(gate) * up
+    mlp_up: MaybeArray  # [N, F] up
+    stream_acc: MaybeArray  # [N, E] what the feed-forward adds to the stream
     # context
-    fc_proj: jax.Array | None  # [W, E] context rows after fc and hidden_norm
-    fused_kv_out: jax.Array | None  # [W, L*2*K*D] their keys and values, before norm and rope
-    slot_mapping_dev: jax.Array | None  # i32[W] slots the context rows were written to
-    precompute_in: jax.Array | None  # [W, M*E] target features of the rows
+    fc_proj: MaybeArray  # [W, E] context rows after fc and hidden_norm
+    fused_kv_out: MaybeArray  # [W, L*2*K*D] their keys and values, before norm and rope
+    slot_mapping_dev: MaybeArray  # i32[W] slots the context rows were written to
+    precompute_in: MaybeArray  # [W, M*E] target features of the rows
     # positions
     option_b_indirect_args_dev: jax.Array  # u32[B, 3] kv_len, q_offset, q_rope_pos
     position_ids: jax.Array  # i32[N] absolute positions of the block rows
@@ -48,17 +48,17 @@ class DflashScratch:
     draft_tokens_host_pinned: jax.Array  # i32[N]
     draft_tokens_event: jax.Array  # u32[] steps proposed so far: wait for it, then read
     draft_tokens_dev: jax.Array  # i32[N] anchor and drafts
-    logits: jax.Array | None  # f32[J, V] drafter logits, transformed; the anchor's row has none
+    logits: MaybeArray  # f32[J, V] drafter logits, transformed; the anchor's row has none
     # DSpark
-    markov_embed: jax.Array | None  # [B, rank] latent of the last predecessor
-    markov_bias: jax.Array | None  # [B, V] its bias
-    conf_out: jax.Array | None  # f32[B, R] confidence logits
+    markov_embed: MaybeArray  # [B, rank] latent of the last predecessor
+    markov_bias: MaybeArray  # [B, V] its bias
+    conf_out: MaybeArray  # f32[B, R] confidence logits
     # DFlash2
-    conv_dyn: jax.Array | None  # [N, 2*taps*groups] dynamic kernels: side, tap, group
-    conv_tmp: jax.Array | None  # [N, E] output of the last convolution
-    sel_vals: jax.Array | None  # f32[J, 16] candidate logits, descending
-    sel_idx: jax.Array | None  # i32[J, 16] their token ids
-    sel_hproj: jax.Array | None  # f32[J, rank] projected hidden rows
+    conv_dyn: MaybeArray  # [N, 2*taps*groups] dynamic kernels: side, tap, group
+    conv_tmp: MaybeArray  # [N, E] output of the last convolution
+    sel_vals: MaybeArray  # f32[J, 16] candidate logits, descending
+    sel_idx: MaybeArray  # i32[J, 16] their token ids
+    sel_hproj: MaybeArray  # f32[J, rank] projected hidden rows
 
 
 def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
@@ -119,9 +119,8 @@ def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None
 def init_scratch(draft: DraftConfig | RuleConfig, *, fixed: Fixed) -> DflashScratch:
     """Scratch of zeros for a drafter's config."""
     specs = scratch_specs(draft, fixed)
-    return DflashScratch(
-        **{
-            name: None if spec is None else jnp.zeros(spec.shape, spec.dtype)
-            for name, spec in specs.items()
-        }
-    )
+    arrays: dict[str, MaybeArray] = {
+        name: None if spec is None else jnp.zeros(spec.shape, spec.dtype)
+        for name, spec in specs.items()
+    }
+    return DflashScratch(**arrays)

@@ -25,8 +25,7 @@ class Status(enum.IntEnum):
     NON_FINITE = 5  # the target's logits were not finite
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """Sequences: their tokens, how many are committed, and what still may be emitted.
 
     `tokens[b, :seq_lens[b] + 1]` is the sequence, its last entry the anchor.
@@ -48,8 +47,7 @@ class DecodeState:
         return self.status == Status.ACTIVE
 
 
-@struct.dataclass
-class Buffers:
+class Buffers(struct.PyTreeNode):
     """Live twins of what `Fixed` describes."""
 
     hidden: jax.Array  # [W, E]

@@ -5,7 +5,7 @@ features of rows that were just committed, in prefill and after every verificati
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def _with_inner(outer: Drafter, inner: Drafter) -> Drafter:
     """Run `inner` for its work and its scratch, then let `outer` choose the drafts."""
 
     def propose(params: Params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
-        bare = params.replace(draft=params.draft.inner)
+        bare = params.replace(draft=cast(RuleParams, params.draft).inner)
         guess, buffers, scratch = inner.propose(
             bare, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
         )

@@ -1,5 +1,7 @@
 """DFlash: every draft row's argmax, independently (spec/drafters.md §3.4)."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,7 @@ from dflash_jax.drafters import backbone
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import logits_of
-from dflash_jax.params import Params
+from dflash_jax.params import DraftParams, Params
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
 
@@ -43,7 +45,7 @@ def propose(
     impl: str = "auto",
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Guess a block in one pass; fills `logits` and `draft_tokens_dev`."""
-    draft, target = params.draft, params.target
+    draft, target = cast(DraftParams, params.draft), params.target
     buffers, scratch = backbone.forward(
         draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
     )

@@ -4,6 +4,8 @@ The dynamic convolutions live in `backbone.layer`; this module is the selector
 (spec/drafters.md §4.2).
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +14,7 @@ from dflash_jax.drafters import backbone
 from dflash_jax.drafters.dflash import draft_logits, draft_rows
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
-from dflash_jax.params import Params
+from dflash_jax.params import DraftParams, Params, SelectorParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
 
@@ -28,8 +30,8 @@ def propose(
     impl: str = "auto",
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Guess a block and walk its candidates; fills `logits` and `sel_*`."""
-    draft, target = params.draft, params.target
-    selector, config = draft.selector, draft.config
+    draft, target = cast(DraftParams, params.draft), params.target
+    selector, config = cast(SelectorParams, draft.selector), draft.config
     buffers, scratch = backbone.forward(
         draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
     )

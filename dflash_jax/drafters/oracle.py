@@ -4,6 +4,8 @@ They force an acceptance length: for tests of the loop, and for benchmarks, wher
 step cost what the inner drafter costs.
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
@@ -60,7 +62,7 @@ def propose(
     impl: str = "auto",
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Propose `params.draft.tokens` behind the anchor, with draft `poison_at` changed."""
-    draft = params.draft
+    draft = cast(RuleParams, params.draft)
     offset = jnp.arange(fixed.num_drafts, dtype=jnp.int32)[None]
     index = state.seq_lens[:, None] + 1 + offset
     index = jnp.clip(index, 0, draft.tokens.shape[1] - 1)

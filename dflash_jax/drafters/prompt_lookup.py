@@ -3,6 +3,8 @@
 The most recent earlier occurrence wins; without one nothing is proposed.
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
@@ -38,7 +40,7 @@ def propose(
     impl: str = "auto",
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Copy what followed the most recent earlier occurrence of the last `ngram` tokens."""
-    ngram = params.draft.config.ngram
+    ngram = cast(RuleParams, params.draft).config.ngram
     tokens, last = state.tokens, state.seq_lens  # tokens[b, last] is the anchor
     ends = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # index of an n-gram's last token
     matches = (ends >= ngram - 1) & (ends < last[:, None])  # [B, S]
