@@ -27,7 +27,7 @@ class Certificate:
         if not self.holds:
             return f"certificate: DIFFERENT: {self.difference} ({where})"
         return (
-            f"certificate: equal: {self.num_tokens} tokens of {self.num_sequences} sequences and "
+            f"certificate: equal: {self.num_tokens} tokens ({self.num_sequences} answers) and "
             f"the hashes of their logits, drafted and plain, executable {self.executable} ({where})"
         )
 

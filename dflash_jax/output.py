@@ -20,6 +20,7 @@ class Output:
         self._phases = Phases()
         self._is_file = args.prompts is not None
         self._streams = not self._is_file and not args.json and has_text
+        self._is_mid_line = False  # stdout ends in text without its newline
 
     def callbacks(self, *, first: int) -> dict[str, Any]:
         """For `generate`, whose prompt 0 is request `first`."""
@@ -32,7 +33,13 @@ class Output:
 
     def say(self, words: str) -> None:
         self.close()
+        self._end_line()
         print(words, file=sys.stderr)
+
+    def _end_line(self) -> None:
+        if self._is_mid_line:
+            print(flush=True)
+        self._is_mid_line = False
 
     def close(self) -> None:
         """Take a spinner away."""
@@ -41,6 +48,7 @@ class Output:
     def _write_text(self, index: int, piece: str) -> None:
         self.close()
         print(piece, end="", flush=True)
+        self._is_mid_line = True
 
     def _write_line(self, index: int, one: Generation) -> None:
         if not self._args.json:
@@ -53,9 +61,8 @@ class Output:
         """End the text, print table and certificate, then the last line: all figures."""
         self.close()
         stats = summary(found)
-        if self._streams:
-            print(flush=True)
-        elif not self._is_file and not self._args.json:
+        self._end_line()
+        if not self._is_file and not self._args.json and not self._streams:
             print(",".join(map(str, found[0].ids)))
         if self._args.stats:
             _print_table(stats)

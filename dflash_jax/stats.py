@@ -101,23 +101,29 @@ class Stats:
             return None
         if self.accepted_per_cycle >= LOW_ACCEPTANCE:
             return None
+        advice = f"is drafter {self.drafter!r} made for this target, and for this chat mode?"
+        if self.drafter == "prompt_lookup":
+            advice = "prompt lookup copies what was said before, and this text repeats little"
         return (
             f"low acceptance: {self.accepted_per_cycle:.2f} drafts accepted a cycle over "
-            f"{self.num_cycles} cycles (below {LOW_ACCEPTANCE}); is drafter {self.drafter!r} made "
-            "for this target, and for this chat mode?"
+            f"{self.num_cycles} cycles (below {LOW_ACCEPTANCE}); {advice}"
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
         """The table: (name, value, definition) a row, in the order in which they are read."""
-        tokens, seconds = sum(self.num_tokens), "s"
+        tokens, answers = sum(self.num_tokens), len(self.num_tokens)
         ttft = float(np.mean(self.ttft_seconds)) if self.ttft_seconds else float("nan")
         rows = [
-            ("tokens", f"{tokens} in {len(self.num_tokens)} answers", "first tokens included"),
+            (
+                "tokens",
+                f"{tokens} in {answers} answer{'s'[: answers != 1]}",
+                "first tokens included",
+            ),
             ("finished by", ", ".join(sorted(set(self.finish_reasons))) or "-", ""),
             ("tokens/s", _number(self.tokens_per_second, 1), DEFINITIONS["tokens_per_second"]),
-            ("first token", _number(ttft, 3, seconds), DEFINITIONS["ttft_seconds"]),
-            ("decoding", _number(self.decode_seconds, 3, seconds), "all cycles"),
-            ("compiling", _number(self.compile_seconds, 3, seconds), "not in any other time"),
+            ("first token", _number(ttft, 3, "s"), DEFINITIONS["ttft_seconds"]),
+            ("decoding", _number(self.decode_seconds, 3, "s"), "all cycles"),
+            ("compiling", _number(self.compile_seconds, 3, "s"), "not in any other time"),
         ]
         if not self.num_drafts:
             return rows
