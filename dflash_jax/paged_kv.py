@@ -5,6 +5,7 @@ Rejected rows are never erased: lengths bound every read, and the next step over
 """
 
 import jax
+import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.config import LayerAttention
@@ -38,6 +39,10 @@ def write_and_attend(
       [N, H * D] in q.dtype, and the pools.
     """
     sequences = meta.block_table.shape[0]
+    # A draft that is not finite must not reach the rows before it, and 0 * NaN is NaN: its values
+    # are stored as zeros, and its keys carry the NaN to the rows that do see it.
+    is_finite = jnp.isfinite(v)
+    k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
     k_pool, v_pool = pk.reshape_and_cache(k, v, k_pool, v_pool, meta.slot_mapping, impl=impl)
     q_brhd = q.reshape(sequences, -1, *q.shape[1:])
     out = pk.paged_attention(
