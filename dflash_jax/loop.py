@@ -25,7 +25,14 @@ from dflash_jax.metadata import indirect_args, rows_metadata
 from dflash_jax.params import Params
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState, Status
-from dflash_jax.verify import Verification, is_stop, logit_hash, target_rows, verify
+from dflash_jax.verify import (
+    Verification,
+    finite_rows,
+    is_stop,
+    logit_hash,
+    target_rows,
+    verify,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,8 @@ def prefill(
     last_row = lax.dynamic_slice_in_dim(hidden, num_tokens - 1, 1, axis=0)
     logits = logits_of(last_row, params.target.lm_head, impl=impl)  # f32[1, V]
     first = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)[0]
-    state = _after_prefill(state, sequence, tokens, num_tokens, first, logits, is_last)
+    is_finite = finite_rows(logits, params.target.config.real_vocab)[0]
+    state = _after_prefill(state, sequence, tokens, num_tokens, first, is_finite, is_last)
     out = FirstToken(
         first, logit_hash(logits)[0] if options.certify else None, state.status[sequence]
     )
@@ -131,7 +139,7 @@ def _after_prefill(
     tokens: jax.Array,
     num_tokens: jax.Array,
     first: jax.Array,
-    logits: jax.Array,
+    is_finite: jax.Array,
     is_last: jax.Array,
 ) -> DecodeState:
     """Append the chunk to the sequence's tokens and, after the last one, the anchor."""
@@ -147,7 +155,7 @@ def _after_prefill(
     status = jnp.where(remaining <= 0, Status.LENGTH, status)
     stops = is_stop(first[None, None], state.stop_ids[sequence][None])[0, 0]
     status = jnp.where(stops, Status.STOP, status)
-    status = jnp.where(jnp.isfinite(logits[0, first]), status, Status.NON_FINITE)
+    status = jnp.where(is_finite, status, Status.NON_FINITE)
     status = jnp.where(is_last, status, state.status[sequence]).astype(jnp.int32)
     return state.replace(
         tokens=state.tokens.at[sequence].set(row[0]),

@@ -65,9 +65,9 @@ def verify(
     buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=choice)
     committed = choice.reshape(fixed.batch, fixed.verify_rows)
     num_accepted = _leading_matches(proposal.tokens, committed, rows)
-    best = jnp.take_along_axis(logits, choice[:, None], axis=1).reshape(committed.shape)
+    is_finite = finite_rows(logits, params.target.config.real_vocab).reshape(committed.shape)
     num_committed, status = _cut(
-        committed, jnp.isfinite(best), jnp.where(rows > 0, num_accepted + 1, 0), state
+        committed, is_finite, jnp.where(rows > 0, num_accepted + 1, 0), state
     )
     hashes = logit_hash(logits).reshape(committed.shape) if certify else None
     return (
@@ -137,6 +137,11 @@ def _cut(
     status = jnp.where(stop < taken, Status.STOP, status)
     status = jnp.where((bad < count) & (bad <= taken), Status.NON_FINITE, status)
     return taken, jnp.where(state.is_active, status, state.status).astype(jnp.int32)
+
+
+def finite_rows(logits: jax.Array, vocab: int) -> jax.Array:
+    """bool[N]: whether all of a row's first `vocab` logits are finite; argmax hides a NaN."""
+    return jnp.isfinite(jnp.max(jnp.abs(logits[:, :vocab]), axis=1))
 
 
 def logit_hash(logits: jax.Array) -> jax.Array:
