@@ -72,7 +72,9 @@ def _commit_turns(params, state, buffers, scratch, *, fixed, impl):
     shapes, _ = jax.eval_shape(
         lambda: verify(params, Proposal(drafts, rows), rows, state, buffers, fixed=fixed)
     )
-    found = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+    # Ones that the compiler cannot know: XLA fails to fold a barrier over constants.
+    unknown = state.num_steps + 1
+    found = jax.tree.map(lambda x: jnp.broadcast_to(unknown, x.shape).astype(x.dtype), shapes)
 
     def turn(i, carry):
         state, buffers, scratch = carry
