@@ -8,6 +8,7 @@ result would turn every bf16 product of the backward pass into an f32 one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,10 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
 def causal_attention(implementation: str) -> CausalAttention:
     """Attention of q[B, T, H, D] over k, v[B, T, K, D]: `xla` anywhere, `cudnn` on a GPU."""
 
+    chosen: Any = implementation  # jax types it as one of its two literals
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=chosen)
 
     return attend
 

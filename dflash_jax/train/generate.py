@@ -119,6 +119,8 @@ def next_logits(
         written.append((k_cache, v_cache))
     hidden = rms_norm(x, params.norm, config.rms_eps)
     logits = jnp.einsum("be,ve->bv", hidden, params.lm_head, preferred_element_type=jnp.float32)
+    if config.real_vocab < config.vocab:  # rows that pad the head are never emitted
+        logits = jnp.where(jnp.arange(config.vocab) < config.real_vocab, logits, -jnp.inf)
     return logits, tuple(written)
 
 
@@ -266,7 +268,7 @@ def generate(
     batch, length = openings.prompts.shape
     if phases[-1] != length or list(phases) != sorted(set(phases)):
         raise ValueError(f"generate: phases {phases}, wanted ascending sizes that end at {length}")
-    on_device = Openings(*(jnp.asarray(x) for x in openings))
+    on_device: Openings = jax.tree.map(jnp.asarray, openings)
     rows = start_rows(openings)
     dtype = params.embed.dtype
     caches, start = (), 0

@@ -127,8 +127,9 @@ def _chunked(hidden, head, labels, weights, scale, num_candidates, chunk):
         lambda piece: _one_chunk(piece[0], head, piece[1], piece[2], scale, num_candidates),
         (cut(hidden), cut(labels), cut(weights)),
     )
-    join = lambda x: None if x is None else x.reshape(rows, *x.shape[2:])
-    scores = RowScores(scores.loss.sum(), join(scores.best), join(scores.candidates))
+    join = lambda x: x.reshape(rows, *x.shape[2:])
+    candidates = None if scores.candidates is None else join(scores.candidates)
+    scores = RowScores(scores.loss.sum(), join(scores.best), candidates)
     return scores, join(grad)
 
 
@@ -226,7 +227,7 @@ def block_losses(
     rows = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])
     labels, previous, weights = (x.reshape(-1) for x in targets)
     total = jnp.maximum(weights.sum(), 1e-6)
-    scores = score_rows(
+    scores: RowScores = score_rows(
         rows, head, labels, weights, config.output_multiplier, config.selector_top_k, chunk
     )
     loss = scores.loss / total
@@ -259,7 +260,7 @@ def draft_tokens(
     batch, num_anchors, rows, width = hidden.shape
     flat = hidden[:, :, 1:].reshape(-1, width)
     none = jnp.zeros(flat.shape[:1], jnp.int32)
-    scores = score_rows(
+    scores: RowScores = score_rows(
         flat,
         head,
         none,
