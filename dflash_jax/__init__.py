@@ -15,26 +15,28 @@ if TYPE_CHECKING:
         oracle_drafter,
         prompt_lookup_drafter,
     )
-    from dflash_jax.engine import generate, stream
+    from dflash_jax.engine import generate, start, stream
     from dflash_jax.fixed import Fixed, plan
     from dflash_jax.loop import DecodeOptions, decode, decode_autoregressive, prefill, step
     from dflash_jax.params import Params
     from dflash_jax.scratch import DflashScratch, init_scratch
     from dflash_jax.state import Buffers, DecodeState, init_buffers, init_state
     from dflash_jax.stats import Stats
+    from dflash_jax.tokenizer import load_tokenizer
     from dflash_jax.verify import Verification
     from dflash_jax.weights import load_drafter, load_target
 
 _HOME = {
     "config": ("DraftConfig", "TargetConfig"),
     "drafters": ("Proposal", "no_drafter", "oracle_drafter", "prompt_lookup_drafter"),
-    "engine": ("generate", "stream"),
+    "engine": ("generate", "start", "stream"),
     "fixed": ("Fixed", "plan"),
     "loop": ("DecodeOptions", "decode", "decode_autoregressive", "prefill", "step"),
     "params": ("Params",),
     "scratch": ("DflashScratch", "init_scratch"),
     "state": ("Buffers", "DecodeState", "init_buffers", "init_state"),
     "stats": ("Stats",),
+    "tokenizer": ("load_tokenizer",),
     "verify": ("Verification",),
     "weights": ("load_drafter", "load_target"),
 }
@@ -60,11 +62,13 @@ __all__ = [
     "init_state",
     "load_drafter",
     "load_target",
+    "load_tokenizer",
     "no_drafter",
     "oracle_drafter",
     "plan",
     "prefill",
     "prompt_lookup_drafter",
+    "start",
     "step",
     "stream",
 ]

@@ -1,5 +1,7 @@
 """`generate`: prompts to pages to prefill to decode to tokens and text. The host side of a decode.
 
+`start` stops after the prefill and hands over the carriers, for whoever steps by hand.
+
 The device is kept one chunk ahead: chunk n+1 is launched before chunk n is read. Whatever can be
 wrong with a request is refused before anything compiles, and compiling is timed apart.
 """
@@ -13,16 +15,19 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from dflash_jax.fixed import Fixed, plan
 from dflash_jax.job import Job, Prompt, Tracked, prepare
-from dflash_jax.loop import DecodeOptions
+from dflash_jax.loop import DecodeOptions, FirstToken
 from dflash_jax.params import Params
-from dflash_jax.run import DecodeError, run
-from dflash_jax.state import Status
+from dflash_jax.run import DecodeError, fresh_carriers, prefill_batch, run
+from dflash_jax.scratch import DflashScratch
+from dflash_jax.state import Buffers, DecodeState, Status
 from dflash_jax.stats import Stats
 from dflash_jax.tokenizer import Tokenizer
 
-__all__ = ["DecodeError", "Generation", "generate", "stream", "summary"]
+__all__ = ["DecodeError", "Generation", "generate", "start", "stream", "summary"]
 
+_STATIC = ("cycles", "impl", "certify")  # arguments of `generate` that are DecodeOptions
 _FINISH_REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.CONTEXT: "context"}
 
 
@@ -114,15 +119,86 @@ def stream(
 
     A request that cannot be met raises at the call, before the first piece is asked for.
     """
-    cycles, impl = options.pop("cycles", 8), options.pop("impl", "auto")
+    static = {name: options.pop(name) for name in _STATIC if name in options}
     job = prepare(
         params,
         [prompt],
         tokenizer=tokenizer,
-        options=DecodeOptions(cycles=cycles, impl=impl),
+        options=DecodeOptions(**static),
         **{"max_new_tokens": 128, "batch": 1, **options},
     )
     return (piece for sequence in run(job) if (piece := sequence.take_text()))
+
+
+def start(
+    params: Params,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    fixed: Fixed,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    eos_ids: Sequence[int] | None = None,
+    plain: bool = False,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
+) -> tuple[list[FirstToken], DecodeState, Buffers, DflashScratch]:
+    """Give one batch its pages and run its prompts, ready for `step` or `decode`.
+
+    Args:
+      params: the pair.
+      prompts: at most `fixed.batch`, texts or token ids; the rest of the batch stays empty.
+      fixed: sizes from `plan`, for this pair and its dtype.
+      tokenizer, max_new_tokens, eos_ids, plain: as for `generate`, the budget at least 1.
+      options: as for `step`; `cycles` is not used here.
+    Returns:
+      The first token of each prompt, which is its anchor, then the carriers.
+
+    Raises:
+      ValueError, TypeError: a request that cannot be met; nothing has been compiled.
+      OutOfPages: `fixed.num_pages` are too few for the prompts and their budgets.
+    """
+    _check_fixed(params, fixed)
+    job = prepare(
+        params,
+        _as_list(prompts),
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        batch=fixed.batch,
+        eos_ids=eos_ids,
+        plain=plain,
+        options=options,
+        fixed=fixed,
+    )
+    if len(job.sequences) > fixed.batch:
+        raise ValueError(f"start: {len(job.sequences)} prompts for a batch of {fixed.batch}")
+    if any(one.budget < 1 for one in job.sequences):
+        raise ValueError("start: max_new_tokens is 0, wanted at least 1: prefill samples a token")
+    return prefill_batch(job, job.sequences, fresh_carriers(job))
+
+
+def _check_fixed(params: Params, fixed: Fixed) -> None:
+    """Refuse sizes that were planned for another pair or dtype."""
+    target = params.target.config
+    needed = plan(
+        target,
+        params.draft.config,
+        batch=fixed.batch,
+        max_context=min(fixed.capacity, target.max_context),
+        num_drafts=fixed.num_drafts,
+        page_size=fixed.page_size,
+        num_pages=fixed.num_pages,
+        dtype=params.target.embed.dtype.name,
+    )
+    if (needed.k_pools, needed.logits) != (fixed.k_pools, fixed.logits):
+        raise ValueError(
+            f"start: fixed was planned for another pair: it has {_pools(fixed)}, this pair needs "
+            f"{_pools(needed)}"
+        )
+
+
+def _pools(fixed: Fixed) -> str:
+    first, vocab = fixed.k_pools[0], fixed.logits.shape[1]
+    shape = list(first.shape)
+    return f"{len(fixed.k_pools)} pools of {first.dtype}{shape} and a vocabulary of {vocab}"
 
 
 def summary(generations: Sequence[Generation]) -> Stats:

@@ -121,9 +121,15 @@ def prepare(
     eos_ids: Sequence[int] | None = None,
     plain: bool = False,
     progress: Callable[[str], None] | None = None,
+    fixed: Fixed | None = None,
 ) -> Job:
-    """Check a request and choose its sizes; nothing is compiled or put on the device."""
+    """Check a request and choose its sizes; nothing is compiled or put on the device.
+
+    With `fixed` the sizes are settled: `num_drafts`, `page_size` and `max_context` are its own.
+    """
     target = params.target.config
+    if fixed is not None:
+        max_context = min(fixed.capacity, target.max_context)
     if batch < 1:
         raise ValueError(f"generate: batch is {batch}, wanted at least 1")
     if options.cycles < 1:
@@ -141,15 +147,16 @@ def prepare(
         for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
     ]
     longest = max((len(one.prompt) + one.budget for one in sequences), default=2)
-    fixed = sizes_for(
-        target,
-        params.draft.config,
-        dtype=params.target.embed.dtype.name,
-        batch=batch,
-        num_drafts=num_drafts,
-        page_size=page_size,
-        max_context=context_for(longest, target) if max_context is None else max_context,
-    )
+    if fixed is None:
+        fixed = sizes_for(
+            target,
+            params.draft.config,
+            dtype=params.target.embed.dtype.name,
+            batch=batch,
+            num_drafts=num_drafts,
+            page_size=page_size,
+            max_context=context_for(longest, target) if max_context is None else max_context,
+        )
     if eos_ids is None:
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
     return Job(

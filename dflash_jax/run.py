@@ -33,18 +33,16 @@ def run(job: Job) -> Iterator[Tracked]:
             yield one
     if not working:
         return
-    carriers = _carriers(job)
+    carriers = fresh_carriers(job)
     _compile(job, working, carriers)
     for start in range(0, len(working), job.fixed.batch):
         members = working[start : start + job.fixed.batch]
         for one in members:
             one.batch_index = start // job.fixed.batch
-        _, buffers, scratch = carriers
-        carriers = _load_batch(job, members, buffers) + (scratch,)
         carriers = yield from _run_batch(job, members, carriers)
 
 
-def _carriers(job: Job) -> Carriers:
+def fresh_carriers(job: Job) -> Carriers:
     """Fresh carriers where the weights are, so that all calls see arrays of one placement."""
     draft = job.params.draft.config
     fresh = init_state(job.fixed), init_buffers(job.fixed), init_scratch(draft, fixed=job.fixed)
@@ -110,15 +108,8 @@ def _prefill_arguments(tokens: np.ndarray, count: int, row: int, is_last: bool) 
 def _run_batch(job: Job, members: Sequence[Tracked], carriers: Carriers) -> Iterator[Tracked]:
     """Prefill each member, then decode chunks, one launched ahead of the one being read."""
     static = {"fixed": job.fixed, "options": job.options}
-    firsts = []
-    for row, one in enumerate(members):
-        one.started = time.perf_counter()
-        parts = list(chunks(job, one))
-        for number, (tokens, count) in enumerate(parts, start=1):
-            arguments = _prefill_arguments(tokens, count, row, number == len(parts))
-            first, *rest = loop.prefill(job.params, *arguments, *carriers, **static)
-            carriers = tuple(rest)
-        firsts.append(_start_copy(first))
+    firsts, *at = prefill_batch(job, members, carriers)
+    carriers = tuple(at)
     for one, first in zip(members, firsts, strict=True):
         _record_first(job, one, jax.device_get(first))
         yield one
@@ -134,6 +125,29 @@ def _run_batch(job: Job, members: Sequence[Tracked], carriers: Carriers) -> Iter
         if not _any_active(members):  # the chunk under way will run no cycle
             break
     return carriers
+
+
+def prefill_batch(
+    job: Job, members: Sequence[Tracked], carriers: Carriers
+) -> tuple[list[loop.FirstToken], DecodeState, Buffers, DflashScratch]:
+    """Give the members pages and run their prompts: a first token each, and the carriers."""
+    _, buffers, scratch = carriers
+    carriers = *_load_batch(job, members, buffers), scratch
+    firsts = []
+    for row, one in enumerate(members):
+        one.started = time.perf_counter()
+        parts = list(chunks(job, one))
+        for number, (tokens, count) in enumerate(parts, start=1):
+            first, *rest = loop.prefill(
+                job.params,
+                *_prefill_arguments(tokens, count, row, number == len(parts)),
+                *carriers,
+                fixed=job.fixed,
+                options=job.options,
+            )
+            carriers = tuple(rest)
+        firsts.append(_start_copy(first))
+    return firsts, *carriers
 
 
 def _any_active(members: Sequence[Tracked]) -> bool:

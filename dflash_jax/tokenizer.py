@@ -8,7 +8,7 @@ sandbox, under the settings and with the helpers that Hugging Face templates are
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,18 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """`render_chat` as ids; the template writes its own special tokens."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer that belongs to a target, named as `load_target` takes it.
+
+    Its `eos_ids` are the union with those of the target's configs. FileNotFoundError: none there.
+    """
+    from dflash_jax.weights import read_configs, resolve_target  # jax, which text does not need
+
+    found = resolve_target(path)
+    tokenizer = Tokenizer.load(found)
+    return replace(tokenizer, eos_ids=eos_ids(*read_configs(found), tokenizer))
 
 
 def eos_ids(

@@ -142,8 +142,10 @@ def test_text_streams_as_it_is_accepted(params, tokenizer):
         assert one.text == tokenizer.decode(one.ids) == "".join(pieces[index])
         assert len(pieces[index]) > 2
     assert sorted(finished) == [(0, got[0].text), (1, got[1].text)]
-    streamed = dj.stream(params, "in the", **{k: v for k, v in shared.items() if k != "certify"})
+    before = loop.decode._cache_size()
+    streamed = dj.stream(params, "in the", **shared)
     assert next(streamed) and "".join(streamed) in got[0].text
+    assert loop.decode._cache_size() == before
 
 
 def test_the_tokenizers_stop_tokens_are_the_default(params, tokenizer, answers):
@@ -211,6 +213,45 @@ def test_a_request_that_cannot_be_met_is_refused_before_any_compile(
 ):
     with pytest.raises(error, match=message):
         dj.generate(params, prompts, **{"max_new_tokens": 4, **SHARED, **options})
+
+
+def sizes(params, **changes):
+    """What `generate` plans for SHARED."""
+    wanted = {"batch": 2, "page_size": 16, "max_context": 96, "prefill_chunk": 128}
+    wanted |= {"dtype": "float32"} | changes
+    return dj.plan(params.target.config, params.draft.config, **wanted)
+
+
+def test_carriers_by_hand_decode_to_the_same_answer(params, answers):
+    fixed, options = sizes(params), dj.DecodeOptions(certify=True)
+    before = loop.prefill._cache_size(), loop.decode._cache_size()
+    firsts, *at = dj.start(
+        params, PROMPTS[:2], fixed=fixed, max_new_tokens=[40, 10], options=options
+    )
+    assert [int(first.token) for first in firsts] == at[0].anchor.tolist()
+    while at[0].is_active.any():
+        _, *at = dj.decode(params, *at, fixed=fixed, options=options)
+    for row, (prompt, count) in enumerate(zip(PROMPTS, (40, 10), strict=False)):
+        ids = at[0].tokens[row, : at[0].seq_lens[row] + 1].tolist()
+        assert tuple(ids) == (*prompt, *answers[row].ids[:count])
+    assert (loop.prefill._cache_size(), loop.decode._cache_size()) == before
+
+
+@pytest.mark.parametrize(
+    "changes, prompts, options, message",
+    [
+        ({"dtype": "bfloat16"}, [[1]], {}, "planned for another pair: it has 2 pools of bfloat16"),
+        ({}, [[1], [2], [3]], {}, "3 prompts for a batch of 2"),
+        ({}, [[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({}, [[1] * 97], {}, "has 97 tokens, the context holds 96"),
+    ],
+    ids=["dtype", "batch", "budget", "context"],
+)
+def test_what_cannot_be_started_is_refused_before_any_compile(
+    params, no_compile, changes, prompts, options, message
+):
+    with pytest.raises(ValueError, match=message):
+        dj.start(params, prompts, fixed=sizes(params, **changes), **options)
 
 
 def test_no_prompts_give_no_answers(params, no_compile):

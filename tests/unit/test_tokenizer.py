@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.download import SMOLLM2, cache_folder
 from dflash_jax.gguf import read_gguf
-from dflash_jax.tokenizer import StreamDecoder, Tokenizer, eos_ids
+from dflash_jax.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer
 from scripts.make_tiny import write_tiny_pair
 
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -229,6 +229,14 @@ def test_stop_ids_are_the_union_of_configs_and_tokenizer(tokenizer):
     assert eos_ids(None) == ()
     both = metadata(**{"tokenizer.ggml.eot_token_id": 0})
     assert eos_ids({}, {}, Tokenizer.from_gguf(both)) == (0, 2)
+
+
+def test_a_targets_tokenizer_knows_the_stop_ids_of_its_configs(tmp_path):
+    target = write_tiny_pair(tmp_path).target
+    assert Tokenizer.load(target).eos_ids == (305,)
+    assert load_tokenizer(target).eos_ids == (303, 305)
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        load_tokenizer(tmp_path / "nothing")
 
 
 @given(st.lists(st.integers(0, 265), max_size=80), st.data())
