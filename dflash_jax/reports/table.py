@@ -28,4 +28,8 @@ def html(stats: Stats) -> str:
 
     console = Console(record=True, width=110, file=io.StringIO())
     console.print(build(stats))
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    # A notebook's own line height would tear the frame apart.
+    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
+    return console.export_html(
+        inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>'
+    )

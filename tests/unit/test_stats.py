@@ -117,6 +117,8 @@ def test_a_notebook_shows_the_table_and_draws_the_plot():
         "drafts accepted in a cycle",
     ]
     assert [bar.get_height() for bar in figure.axes[1].patches] == [1, 1, 0, 1]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # without pyplot nothing else shows it
+    assert one([0, 0], proposed=[0, 0], num_drafts=0).plot()._repr_png_()
 
 
 def test_stats_and_pages_import_neither_jax_nor_plotting():
