@@ -172,7 +172,8 @@ def start(
         raise ValueError(f"start: {len(job.sequences)} prompts for a batch of {fixed.batch}")
     if any(one.budget < 1 for one in job.sequences):
         raise ValueError("start: max_new_tokens is 0, wanted at least 1: prefill samples a token")
-    return prefill_batch(job, job.sequences, fresh_carriers(job))
+    firsts, carriers = prefill_batch(job, job.sequences, fresh_carriers(job))
+    return firsts, *carriers
 
 
 def _check_fixed(params: Params, fixed: Fixed) -> None:

@@ -108,8 +108,7 @@ def _prefill_arguments(tokens: np.ndarray, count: int, row: int, is_last: bool) 
 def _run_batch(job: Job, members: Sequence[Tracked], carriers: Carriers) -> Iterator[Tracked]:
     """Prefill each member, then decode chunks, one launched ahead of the one being read."""
     static = {"fixed": job.fixed, "options": job.options}
-    firsts, *at = prefill_batch(job, members, carriers)
-    carriers = tuple(at)
+    firsts, carriers = prefill_batch(job, members, carriers)
     for one, first in zip(members, firsts, strict=True):
         _record_first(job, one, jax.device_get(first))
         yield one
@@ -129,7 +128,7 @@ def _run_batch(job: Job, members: Sequence[Tracked], carriers: Carriers) -> Iter
 
 def prefill_batch(
     job: Job, members: Sequence[Tracked], carriers: Carriers
-) -> tuple[list[loop.FirstToken], DecodeState, Buffers, DflashScratch]:
+) -> tuple[list[loop.FirstToken], Carriers]:
     """Give the members pages and run their prompts: a first token each, and the carriers."""
     _, buffers, scratch = carriers
     carriers = *_load_batch(job, members, buffers), scratch
@@ -147,7 +146,7 @@ def prefill_batch(
             )
             carriers = tuple(rest)
         firsts.append(_start_copy(first))
-    return firsts, *carriers
+    return firsts, carriers
 
 
 def _any_active(members: Sequence[Tracked]) -> bool:
