@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import loop
+from dflash_jax.config import DraftConfig, RuleConfig
+from dflash_jax.fixed import Fixed
 from dflash_jax.job import Job, Tracked, chunks
 from dflash_jax.pages import PageAllocator, block_table, pages_for
 from dflash_jax.scratch import DflashScratch, init_scratch
@@ -44,9 +47,14 @@ def run(job: Job) -> Iterator[Tracked]:
 
 def fresh_carriers(job: Job) -> Carriers:
     """Fresh carriers where the weights are, so that all calls see arrays of one placement."""
-    draft = job.params.draft.config
-    fresh = init_state(job.fixed), init_buffers(job.fixed), init_scratch(draft, fixed=job.fixed)
+    fresh = _init_carriers(draft=job.params.draft.config, fixed=job.fixed)
     return jax.device_put(fresh, job.params.target.embed.sharding)
+
+
+@partial(jax.jit, static_argnames=("draft", "fixed"))
+def _init_carriers(*, draft: DraftConfig | RuleConfig, fixed: Fixed) -> Carriers:
+    """All of them by one program: filling a hundred arrays one by one costs a second."""
+    return init_state(fixed), init_buffers(fixed), init_scratch(draft, fixed=fixed)
 
 
 def _compile(job: Job, sequences: Sequence[Tracked], carriers: Carriers) -> None:
