@@ -53,9 +53,18 @@ class Output:
     def _write_line(self, index: int, one: Generation) -> None:
         if not self._args.json:
             self.close()
-            name = self._args.requests[index].id
-            print(json.dumps({"index": index, "id": name, **_answer(one)}), flush=True)
+            print(json.dumps(self._line(index, one)), flush=True)
         self._phases(f"prompt {index + 1} of {len(self._args.requests)} is done")
+
+    def _line(self, index: int, one: Generation) -> dict[str, Any]:
+        return {"index": index, "id": self._args.requests[index].id, **_answer(one)}
+
+    def _answers(self, found: list[Generation]) -> dict[str, Any]:
+        """What the last line says of the answers: those that no line before it holds."""
+        if not self._is_file:
+            return _answer(found[0])
+        lines = [self._line(index, one) for index, one in enumerate(found)]
+        return {"prompts": len(found), **({"answers": lines} if self._args.json else {})}
 
     def finish(self, found: list[Generation], proof: Certificate | None, facts: dict[str, Any]):
         """End the text, print table and certificate, then the last line: all figures."""
@@ -72,7 +81,7 @@ class Output:
             self.say(str(proof))
         record = {
             **facts,
-            **({"prompts": len(found)} if self._is_file else _answer(found[0])),
+            **self._answers(found),
             "stats": stats.as_dict(),
             "certificate": None if proof is None else proof.as_dict(),
         }

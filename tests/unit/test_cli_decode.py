@@ -150,6 +150,9 @@ def test_a_file_of_prompts_gives_a_json_line_each(dflash, expected, tmp_path):
     assert [one["id"] for one in by_index] == ["first", None, None]
     assert by_index[0]["ids"] == list(expected.ids)
     assert by_index[1]["ids"] == list(expected.ids[:5])
+    arguments = decode_arguments("--prompts", str(path), "--batch", "2", "--json", "--no-stats")
+    code, out, _ = dflash("decode", *arguments)
+    assert code == 0 and len(out) == 1 and json.loads(out[0])["answers"] == by_index
 
 
 @pytest.mark.parametrize(
