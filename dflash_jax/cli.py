@@ -179,7 +179,9 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also decode plainly with the same executable; compare tokens and hashes of logits",
     )
-    group.add_argument("--json", action="store_true", help="print the last line alone, with all answers in it")
+    group.add_argument(
+        "--json", action="store_true", help="print the last line alone, with all answers in it"
+    )
     group.add_argument(
         "--stats",
         action=argparse.BooleanOptionalAction,
