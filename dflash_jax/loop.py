@@ -77,6 +77,15 @@ class ChunkOutput(NamedTuple):
 
 _CARRIERS = ("state", "buffers", "scratch")
 
+# On a GPU the whole loop becomes one CUDA graph with a conditional node. By default XLA copies the
+# predicate to the host each cycle, which drains the launch queue: 6.40 against 5.99 ms a cycle
+# (H200, Qwen3-8B shapes, batch 1, 1,024 keys; 203 dispatches). The list is XLA's own and WHILE; a CPU
+# ignores it.
+_LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+
 
 @partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
 def prefill(
@@ -227,7 +236,12 @@ def step(
     return out, state, buffers, _publish(scratch)
 
 
-@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
+@partial(
+    jax.jit,
+    static_argnames=("fixed", "options"),
+    donate_argnames=_CARRIERS,
+    compiler_options=_LOOP_OPTIONS,
+)
 def decode(
     params: Params,
     state: DecodeState,
