@@ -59,6 +59,9 @@ _DRAFT_LAYERS = {
 }
 
 
+_SEEDS = {"qwen3": 3, "llama": 3}  # texts that vary, drafts that are right now and then
+
+
 @cache
 def pair(
     family: str = "qwen3",
@@ -70,6 +73,7 @@ def pair(
     target_layers: int = 2,
     taps: tuple[int, ...] | None = None,
     alphabet: int = ALPHABET,
+    seed: int | None = None,
 ) -> Pair:
     """A random target with a random drafter.
 
@@ -89,6 +93,7 @@ def pair(
             dtype=dtype,
             num_layers=target_layers,
             block_size=block,
+            seed=_SEEDS[family] if seed is None else seed,
             draft_config=changes,
         )
         ours = load_target(at.target)
@@ -144,7 +149,7 @@ def ragged(batch: int) -> list[Request]:
     """Prompts and budgets of many lengths; with four, rows finish at different steps and ways."""
     requests = [
         Request(prompt(20), 36),
-        Request(prompt(7), 21),
+        Request(prompt(7), 21, stop_ids=(0,)),
         Request(prompt(33), 40, stop_ids=(2,)),
         Request(prompt(1), 3),
     ]
@@ -289,10 +294,24 @@ def _for_prefill(params: Params) -> Params:
 
 
 def start(
-    params: Params, fixed: Fixed, requests: list[Request], **how
+    params: Params, fixed: Fixed, requests: list[Request], *, prefilled_by=None, **how
 ) -> tuple[list[loop.FirstToken], Carriers]:
-    """Prefilled carriers; `how` as for `carriers`."""
-    return prefill(params, fixed, requests, carriers(params, fixed, requests, **how))
+    """Prefilled carriers; `how` as for `carriers`.
+
+    Args:
+      prefilled_by: for a rule drafter, the same target with another drafter, whose executable does
+        the prefill (a rule drafter reads nothing of its own from it).
+    """
+    if prefilled_by is None:
+        return prefill(params, fixed, requests, carriers(params, fixed, requests, **how))
+    widened = sizes(
+        prefilled_by, fixed.batch, page_size=fixed.page_size, max_context=fixed.capacity
+    )
+    at = carriers(prefilled_by, widened, requests, **how)
+    firsts, (state, buffers, _) = prefill(prefilled_by, widened, requests, at)
+    depth = len(fixed.k_pools)
+    buffers = buffers.replace(k_pools=buffers.k_pools[:depth], v_pools=buffers.v_pools[:depth])
+    return firsts, (state, buffers, init_scratch(params.draft.config, fixed=fixed))
 
 
 def run(

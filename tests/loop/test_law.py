@@ -1,7 +1,9 @@
 """The law: greedy speculative tokens are the greedy plain tokens, and their logits the same bits.
 
 Plain means the same executable with no draft kept (`keep` = 0). About 8 CPU minutes, nearly all of
-it compiling: an executable for every drafter, target, batch, page size and dtype.
+it compiling: an executable for every drafter, target, batch, page size and dtype. Another page size
+places keys elsewhere and computes rows alike, so pages of 16 are compiled as for a user and the
+others with little optimisation, which takes two thirds of the time.
 """
 
 import itertools
@@ -25,6 +27,16 @@ everywhere = pytest.mark.parametrize(
         for case in itertools.product(kit.FAMILIES, [1, 4], [4, 16, 64], ["float32", "bfloat16"])
     ],
 )
+
+
+@pytest.fixture(autouse=True)
+def compile_effort(request):
+    """Full optimisation for pages of 16 and wherever no page size is chosen."""
+    params = getattr(request.node, "callspec", None)
+    page_size = params.params.get("page_size", 16) if params else 16
+    jax.config.update("jax_disable_most_optimizations", page_size != 16)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def differences(got: kit.Run, want: kit.Run) -> list[str]:
@@ -51,17 +63,16 @@ def test_speculative_tokens_and_logits_are_those_of_plain_decoding(
     family, batch, page_size, dtype, drafter
 ):
     kind = drafter if drafter in kit.DRAFTERS else "dflash"
-    params = kit.pair(family, kind, dtype=dtype, layers="one").params
+    params, how = kit.pair(family, kind, dtype=dtype, layers="one").params, {}
     if drafter == "prompt_lookup":
-        params = kit.lookup(params)
+        params, how = kit.lookup(params), {"prefilled_by": params}
     fixed = kit.sizes(params, batch, page_size=page_size)
     requests = kit.ragged(batch)
-    want = kit.plain(params, fixed, requests)
-    got = kit.run(params, fixed, requests)
+    want = kit.plain(params, fixed, requests, **how)
+    got = kit.run(params, fixed, requests, **how)
     assert not differences(got, want)
     assert all(set(counts) <= {1} for counts in want.committed)
-    assert max(counts for row in got.accepted for counts in row) > 0, "no draft was ever accepted"
-    assert got.num_steps < want.num_steps
+    assert any(count > 1 for counts in got.committed for count in counts), "no draft was accepted"
     assert len(set(got.status)) == min(batch, 2)
 
 
@@ -73,12 +84,14 @@ def rollout(params, fixed, requests, **how) -> kit.Run:
 
 @everywhere
 def test_every_forced_acceptance_changes_no_token_and_no_logit(family, batch, page_size, dtype):
-    params = kit.lookup(kit.pair(family, "dflash", dtype=dtype, layers="one").params)
-    fixed, requests = kit.sizes(params, batch, page_size=page_size), kit.ragged(batch)
-    want = rollout(params, fixed, requests)
+    params = kit.pair(family, "dflash", dtype=dtype, layers="one").params
+    fixed = kit.sizes(kit.lookup(params), batch, page_size=page_size)
+    requests = kit.ragged(batch)
+    want = rollout(params, fixed, requests, prefilled_by=params)
     for k in range(fixed.num_drafts + 1):
         poison = (k + np.arange(batch)) % (fixed.num_drafts + 1)  # another number in each row
-        got = kit.run(kit.oracle(params, kit.history(want), poison), fixed, requests)
+        spoiled = kit.oracle(params, kit.history(want), poison)
+        got = kit.run(spoiled, fixed, requests, prefilled_by=params)
         assert not differences(got, want), f"poison at {poison}"
         for row, counts in enumerate(got.accepted):
             assert set(counts[:-1]) <= {poison[row]}
@@ -154,9 +167,10 @@ def test_an_attention_that_breaks_the_law_turns_this_red(attention, holds):
             return loop.decode.__wrapped__(*args, **kwargs)
 
     decode = jax.jit(mutant, static_argnames=("fixed", "options"))
-    params = kit.lookup(kit.pair(kind="dflash", layers="one").params)
-    fixed, requests = kit.sizes(params, 4), kit.ragged(4)
-    want = rollout(params, fixed, requests, decode=decode)
+    params = kit.pair(kind="dflash", layers="one").params
+    fixed, requests = kit.sizes(kit.lookup(params), 4), kit.ragged(4)
+    how = {"prefilled_by": params, "decode": decode}
+    want = rollout(params, fixed, requests, **how)
     spoiled = kit.oracle(params, kit.history(want), np.array([7, 3, 1, 0]))
-    got = kit.run(spoiled, fixed, requests, decode=decode)
+    got = kit.run(spoiled, fixed, requests, **how)
     assert (not differences(got, want)) == holds
