@@ -1,90 +1,167 @@
-"""Acceptance length of drafters on GSM8K, HumanEval and MT-bench, through the real loop.
+"""Measure acceptance of drafters on GSM8K, HumanEval and MT-bench, through the real loop.
 
-    python scripts/eval_acceptance.py --target smollm2 --drafters prompt_lookup,dflash,dflash2
+    python scripts/eval_acceptance.py --target smollm2 --out acceptance.jsonl
 
-A drafter is `none`, `prompt_lookup`, a name that comes with the package, a folder, or NAME=FOLDER.
-Each (drafter, set) is appended to --out as it is done. stdout ends with one JSON line of all.
+A drafter is `none`, `prompt_lookup`, `dflash` or `dflash2` (ours, for smollm2), a checkpoint
+folder, or NAME=FOLDER. Each (drafter, set) is appended to --out as it is done; progress goes to
+stderr, and stdout ends with one JSON line of all.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
+from dflash_jax.prompts import UsageError
+from dflash_jax.train.arguments import Parser, answer, at_least, names_of
+from dflash_jax.train.eval_sets import EVAL_SETS, eval_prompts
 
-from dflash_jax.drafters import no_drafter, prompt_lookup_drafter
-from dflash_jax.engine import Generation, generate, summary
-from dflash_jax.params import Params, TargetParams
-from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train.data import EVAL_SETS, chat_ids, eval_prompts
-from dflash_jax.weights import load_drafter, load_target, resolve_target
-
+RULES = ("none", "prompt_lookup")
 PACKAGED = {"dflash": "smollm2-dflash", "dflash2": "smollm2-dflash2"}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+class Choice(NamedTuple):
+    """One entry of --drafters: the name to print, and a rule or where the weights are."""
+
+    name: str
+    where: str
+
+    @staticmethod
+    def of(text: str) -> "Choice":
+        name, _, where = text.strip().rpartition("=")
+        packaged = PACKAGED.get(where, where)
+        if where not in RULES and packaged not in PACKAGED.values() and not Path(where).is_dir():
+            raise UsageError(
+                f"--drafters: {where!r} is no folder, wanted one, or one of "
+                f"{', '.join((*RULES, *PACKAGED))}"
+            )
+        return Choice(name or where, packaged)
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("--target", default="smollm2")
-    add("--drafters", default="none,prompt_lookup,dflash,dflash2")
-    add("--sets", default=",".join(EVAL_SETS))
-    add("--limit", type=int, default=0, help="prompts of each set; 0 for all")
-    add("--max-new-tokens", type=int, default=128)
-    add("--batch", type=int, default=32)
-    add("--page-size", type=int, default=64)
-    add("--max-context", type=int, default=1024, help="one for all, so that shapes stay the same")
-    add("--dtype", choices=("bfloat16", "float32"))
+    add("--target", default="smollm2", help="smollm2, a checkpoint folder, or a GGUF file")
+    add("--drafters", default="none,prompt_lookup,dflash,dflash2", help="divided by commas")
+    add("--sets", type=names_of(EVAL_SETS), default=",".join(EVAL_SETS), help="divided by commas")
+    add("--limit", type=at_least(0), default=0, help="prompts of each set; 0 for all")
+    add("--max-new-tokens", type=at_least(1), default=128, help="of each answer")
+    add("--batch", type=at_least(1), default=32, help="sequences decoded together")
+    add("--page-size", type=at_least(1), default=64, help="tokens a KV page, 2^n")
+    add(
+        "--max-context", type=at_least(2), default=1024,
+        help="one for all, so that shapes stay the same; longer prompts are left out",
+    )  # fmt: skip
+    add(
+        "--dtype", choices=("bfloat16", "float32"),
+        help="of the weights; default: bfloat16 on a GPU, float32 elsewhere",
+    )  # fmt: skip
     add("--check-text", action="store_true", help="compare all drafters' tokens with the first's")
     add("--out", type=Path, help="JSONL, a line a drafter and set")
-    return parser.parse_args()
+    return parser
 
 
-def load_pair(target: TargetParams, spec: str) -> tuple[str, Params]:
-    """(name to print, the pair) of one entry of --drafters."""
-    name, _, where = spec.rpartition("=")
-    name = name or where
-    if where == "none":
-        return name, Params(target=target, draft=no_drafter())
-    if where == "prompt_lookup":
-        return name, Params(target=target, draft=prompt_lookup_drafter())
-    return name, Params(target=target, draft=load_drafter(PACKAGED.get(where, where), target))
+def check(args: argparse.Namespace) -> None:
+    """Refuse what can be seen to be wrong without a model."""
+    args.drafters = [Choice.of(text) for text in args.drafters.split(",")]
+    names = [choice.name for choice in args.drafters]
+    if len(set(names)) != len(names):
+        raise UsageError(f"--drafters: {', '.join(names)}, wanted each name once")
+    if args.page_size & (args.page_size - 1):
+        raise UsageError(f"--page-size {args.page_size}, wanted a power of two")
+    if args.max_new_tokens >= args.max_context:
+        raise UsageError(
+            f"--max-new-tokens {args.max_new_tokens}, wanted less than --max-context "
+            f"{args.max_context}"
+        )
+    if args.out is not None and not args.out.parent.is_dir():
+        raise UsageError(f"--out {args.out}: no folder {args.out.parent}")
 
 
-def same_share(made: list[Generation], plain: list[Generation]) -> float:
-    """Share of answers that are equal token by token."""
-    return sum(a.ids == b.ids for a, b in zip(made, plain, strict=True)) / max(len(made), 1)
+def evaluate(args: argparse.Namespace) -> int:
+    """Decode every set with every drafter."""
+    import jax
 
+    from dflash_jax.config import TargetConfig
+    from dflash_jax.models import default_dtype
+    from dflash_jax.tokenizer import Tokenizer, eos_ids
+    from dflash_jax.weights import (
+        check_pair,
+        load_target,
+        read_configs,
+        read_draft_config,
+        resolve_target,
+    )
 
-def main() -> int:
-    args = arguments()
     path = resolve_target(args.target)
     tokenizer = Tokenizer.load(path)
-    target = load_target(path, dtype=jnp.dtype(args.dtype) if args.dtype else None)
-    prompts = {}
-    for name in args.sets.split(","):
-        rows = eval_prompts(name)[: args.limit or None]
-        ids = [chat_ids(tokenizer, row["prompt"]) for row in rows]
-        prompts[name] = [p for p in ids if len(p) + args.max_new_tokens <= args.max_context]
+    hf, generation = read_configs(path)
+    config = TargetConfig.from_hf(hf)
+    for choice in args.drafters:
+        if choice.where not in RULES:
+            draft = read_draft_config(choice.where, num_target_layers=config.num_layers)
+            check_pair(config, draft, who=choice.name)
+    prompts = {name: encoded(tokenizer, name, args) for name in args.sets}
+    target = load_target(path, dtype=args.dtype or default_dtype(), real_vocab=tokenizer.vocab_size)
+    options = {
+        "tokenizer": tokenizer, "eos_ids": eos_ids(hf, generation, tokenizer),
+        "max_new_tokens": args.max_new_tokens, "batch": args.batch, "page_size": args.page_size,
+        "max_context": args.max_context,
+    }  # fmt: skip
+    records = measure(args, target, prompts, options)
+    print_table(records)
+    report = {
+        "tau": {f"{r['drafter']}/{r['set']}": r["tau"] for r in records},
+        "records": records,
+        "max_new_tokens": args.max_new_tokens,
+        "batch": args.batch,
+        "dtype": str(target.embed.dtype),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    print(json.dumps(report))
+    return 0
+
+
+def encoded(tokenizer: Any, name: str, args: argparse.Namespace) -> list[list[int]]:
+    """One set's prompts as chats, those that fit."""
+    from dflash_jax.train.data import chat_ids
+
+    rows = eval_prompts(name)[: args.limit or None]
+    ids = [chat_ids(tokenizer, row["prompt"]) for row in rows]
+    fitting = [one for one in ids if len(one) + args.max_new_tokens <= args.max_context]
+    if not fitting:
+        raise UsageError(
+            f"--max-context {args.max_context}: no prompt of {name} leaves room for "
+            f"{args.max_new_tokens} tokens; the shortest has {min(map(len, ids))}"
+        )
+    return fitting
+
+
+def measure(
+    args: argparse.Namespace, target: Any, prompts: dict[str, list[list[int]]], options: Any
+) -> list[dict[str, Any]]:
+    """One record a drafter and set."""
+    from dflash_jax.drafters import no_drafter, prompt_lookup_drafter
+    from dflash_jax.engine import Generation, generate, summary
+    from dflash_jax.params import Params
+    from dflash_jax.weights import load_drafter
+
+    rules = {"none": no_drafter, "prompt_lookup": prompt_lookup_drafter}
     first: dict[str, list[Generation]] = {}
     records: list[dict[str, Any]] = []
-    for spec in args.drafters.split(","):
-        drafter, pair = load_pair(target, spec)
-        for name, ids in prompts.items():
+    for name, where in args.drafters:
+        draft = rules[where]() if where in rules else load_drafter(where, target)
+        for set_name, ids in prompts.items():
             start = time.perf_counter()
-            made = generate(
-                pair, ids, tokenizer=tokenizer, max_new_tokens=args.max_new_tokens,
-                batch=args.batch, page_size=args.page_size, max_context=args.max_context,
-            )  # fmt: skip
+            made = generate(Params(target=target, draft=draft), ids, **options)
             stats = summary(made)
             record = {
-                "drafter": drafter,
-                "set": name,
+                "drafter": name,
+                "set": set_name,
                 "prompts": len(ids),
                 "tau": round(stats.tau, 4),
                 "cycles": stats.num_cycles,
@@ -93,28 +170,15 @@ def main() -> int:
                 "seconds": round(time.perf_counter() - start, 1),
             }
             if args.check_text:
-                plain = first.setdefault(name, made)
-                record["equal_answers"] = round(same_share(made, plain), 4)
+                plain = first.setdefault(set_name, made)
+                same = sum(a.ids == b.ids for a, b in zip(made, plain, strict=True))
+                record["equal_answers"] = round(same / len(made), 4)
             records.append(record)
             print(json.dumps(record), file=sys.stderr, flush=True)
-            if args.out:
+            if args.out is not None:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
-    print_table(records)
-    print(
-        json.dumps(
-            {
-                "tau": {f"{r['drafter']}/{r['set']}": r["tau"] for r in records},
-                "records": records,
-                "max_new_tokens": args.max_new_tokens,
-                "batch": args.batch,
-                "dtype": str(target.embed.dtype),
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-            }
-        )
-    )
-    return 0
+    return records
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
@@ -128,6 +192,10 @@ def print_table(records: list[dict[str, Any]]) -> None:
         cells = {r["set"]: f"{r['tau']:.2f}" for r in records if r["drafter"] == drafter}
         table.add_row(drafter, *(cells.get(name, "") for name in sets))
     Console(width=100).print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return answer(build_parser(), argv, check, evaluate)
 
 
 if __name__ == "__main__":

@@ -7,29 +7,20 @@ never trained on, and a training row that shares 13 tokens in a row with one of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train.arrays import read_arrays, write_arrays
+from dflash_jax.train.eval_sets import EVAL_SETS, eval_prompts
 from dflash_jax.train.generate import ANSWER, ChatRules, Openings
 from dflash_jax.train.seeds import MIX, STYLES, draw_seed
 
-EVAL_SETS = ("gsm8k", "humaneval", "mt_bench")
 NGRAM = 13
 _MARK = "PLACE-OF-THE-TEXT"
-
-
-def eval_prompts(name: str) -> list[dict[str, str]]:
-    """The prompts of one evaluation set: dicts with `id` and `prompt`."""
-    if name not in EVAL_SETS:
-        raise ValueError(f"evaluation set {name!r}, wanted one of {', '.join(EVAL_SETS)}")
-    path = resources.files("dflash_jax") / "assets" / "eval_prompts" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 @dataclass(frozen=True)
@@ -42,24 +33,41 @@ class ChatFormat:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> ChatFormat:
-        """Read it off two rendered conversations, so that it is what inference sends."""
+        """Read it off two rendered conversations, so that it is what inference sends.
+
+        Raises:
+          ValueError: no template, or one whose user turn does not end with a special token.
+        """
         user = {"role": "user", "content": _MARK}
         head, tail = tokenizer.render_chat([user]).split(_MARK)
         answer = {"role": "assistant", "content": _MARK}
         parts = tokenizer.render_chat([user, answer, user]).split(_MARK)
-        end = next(t for t in tokenizer.special_tokens.values() if tail.startswith(t))
+        end = next(
+            (text for text in control_tokens(tokenizer).values() if tail.startswith(text)), ""
+        )
+        if not end or not parts[2].startswith(end):
+            raise ValueError(
+                f"chat template: after a user's words comes {tail!r} and after an answer "
+                f"{parts[2]!r}, wanted both to begin with the special token that ends a turn"
+            )
         return ChatFormat(head, tail, parts[2].removeprefix(end))
 
 
-def chat_rules(tokenizer: Tokenizer, stops: Iterable[int], num_control: int) -> ChatRules:
-    """Rules of `generate` for this tokenizer; ids below `num_control` are control tokens."""
+def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Special tokens by id: they steer and are no text."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {index: token.content for index, token in sorted(added.items()) if token.special}
+
+
+def chat_rules(tokenizer: Tokenizer, stops: Iterable[int]) -> ChatRules:
+    """Rules of `generate` for this tokenizer."""
     form = ChatFormat.of(tokenizer)
     turn = tokenizer.encode(form.tail, add_special_tokens=False)
     return ChatRules(
         turn=tuple(turn),
         next_turn=tuple(tokenizer.encode(form.between, add_special_tokens=False)),
         stops=tuple(sorted(set(stops))),
-        banned=tuple(i for i in range(num_control) if i != turn[0]),
+        banned=tuple(index for index in control_tokens(tokenizer) if index != turn[0]),
     )
 
 
@@ -74,7 +82,7 @@ def random_openings(
 ) -> tuple[Openings, np.ndarray]:
     """Openings of `num_rows` conversations and each one's index in STYLES."""
     head = ChatFormat.of(tokenizer).head
-    taken = {row["entry_point"] for row in _entry_points()}
+    taken = _entry_points()
     styles = rng.choice(len(STYLES), num_rows, p=MIX)
     prompts = np.zeros((num_rows, length), np.int32)
     lengths, limits, quotes = (np.zeros(num_rows, np.int32) for _ in range(3))
@@ -89,12 +97,12 @@ def random_openings(
     return Openings(prompts, lengths, none, limits, quotes), styles.astype(np.int8)
 
 
-def _entry_points() -> list[dict[str, str]]:
-    """Function names that HumanEval's prompts end with."""
-    found = []
+def _entry_points() -> set[str]:
+    """Names of the functions that HumanEval's prompts end with."""
+    found = set()
     for row in eval_prompts("humaneval"):
-        lines = [line for line in row["prompt"].splitlines() if line.startswith("def ")]
-        found.append({"entry_point": lines[-1].removeprefix("def ").split("(")[0]})
+        heads = [line for line in row["prompt"].splitlines() if line.startswith("def ")]
+        found.add(heads[-1].removeprefix("def ").split("(")[0])
     return found
 
 
@@ -162,6 +170,12 @@ class Corpus:
     styles: np.ndarray  # i8[N] index in STYLES
 
     @staticmethod
+    def empty(length: int) -> Corpus:
+        """No rows."""
+        tokens = np.zeros((0, length), np.int32)
+        return Corpus(tokens, tokens > 0, np.zeros(0, np.int8))
+
+    @staticmethod
     def join(parts: Sequence[Corpus]) -> Corpus:
         columns = zip(*((p.tokens, p.is_answer, p.styles) for p in parts), strict=True)
         return Corpus(*(np.concatenate(column) for column in columns))
@@ -171,16 +185,13 @@ class Corpus:
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
-        part = path.with_name(path.name + ".part")
-        with part.open("wb") as file:
-            np.savez(file, tokens=self.tokens.astype(np.uint32), is_answer=self.is_answer,
-                     styles=self.styles)  # fmt: skip
-        part.replace(path)
+        columns = {"tokens": self.tokens, "is_answer": self.is_answer, "styles": self.styles}
+        write_arrays(path, columns)
 
     @staticmethod
     def load(path: Path) -> Corpus:
-        with np.load(path) as data:
-            return Corpus(data["tokens"].astype(np.int32), data["is_answer"], data["styles"])
+        data = read_arrays(path, ("tokens", "is_answer", "styles"))
+        return Corpus(data["tokens"].astype(np.int32), data["is_answer"], data["styles"])
 
 
 def keep_rows(

@@ -25,6 +25,7 @@ from flax import struct
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.params import TargetParams
+from dflash_jax.train.arrays import read_arrays, write_arrays
 from dflash_jax.train.data import Corpus, batch_rows
 from dflash_jax.train.dense import Tensors, causal_attention, draft_hidden, target_forward
 from dflash_jax.train.losses import block_losses, pick_anchors, row_targets
@@ -158,7 +159,7 @@ def train_step(
             return block_losses(cast, config, target.lm_head, hidden, rows, options.chunk)
 
         (_, found), grads = jax.value_and_grad(loss_of, has_aux=True)(state.tensors[name])
-        found["grad_norm"] = optax.global_norm(grads)
+        found["grad_norm"] = optax.tree.norm(grads)
         move, moments[name] = update(grads, state.moments[name], state.tensors[name])
         tensors[name] = jax.tree.map(lambda x, m: x - rate * m, state.tensors[name], move)
         figures |= {f"{name}/{k}": v for k, v in found.items()}
@@ -174,29 +175,43 @@ class Progress:
     seconds: float = 0.0
 
 
-def save_checkpoint(path: Path, state: TrainState, progress: Progress) -> None:
-    """Write state and progress to one file, whole or not at all."""
+def save_checkpoint(
+    path: Path, state: TrainState, progress: Progress, settings: Mapping[str, str]
+) -> None:
+    """Write state, progress and what the run was asked for to one file, whole or not at all."""
     leaves = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
-    where = json.dumps(vars(progress))
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        np.savez(file, progress=np.asarray(where), **leaves)  # pyright: ignore[reportArgumentType]
-    part.replace(path)
+    about = json.dumps({"progress": vars(progress), "settings": dict(settings)})
+    write_arrays(path, {"about": np.asarray(about), **leaves})
 
 
-def load_checkpoint(path: Path, like: TrainState) -> tuple[TrainState, Progress]:
+def load_checkpoint(
+    path: Path, like: TrainState, settings: Mapping[str, str]
+) -> tuple[TrainState, Progress]:
     """Read what `save_checkpoint` wrote into the structure of `like`.
 
     Raises:
-      ValueError: a checkpoint of other drafters.
+      ValueError: a damaged file, or the checkpoint of another run.
     """
     leaves, structure = jax.tree.flatten(like)
-    with np.load(path) as data:
-        found = [data[f"leaf{i}"] for i in range(len(data.files) - 1)]
-        progress = Progress(**json.loads(str(data["progress"])))
-    if [x.shape for x in found] != [x.shape for x in leaves]:
-        raise ValueError(f"{path}: a checkpoint of drafters of other shapes, start another --out")
-    return jax.tree.unflatten(structure, [jnp.asarray(x) for x in found]), progress
+    data = read_arrays(path, ("about",))
+    about = json.loads(str(data.pop("about")))
+    refuse_changes(path, about["settings"], settings)
+    found = [data.get(f"leaf{i}") for i in range(len(leaves))]
+    shapes = [(x.shape, x.dtype) for x in leaves]
+    if len(data) != len(leaves) or [x is not None and (x.shape, x.dtype) for x in found] != shapes:
+        raise ValueError(f"{path}: a checkpoint of drafters of other shapes, wanted another --work")
+    state = jax.tree.unflatten(structure, [jnp.asarray(x) for x in found])
+    return state, Progress(**about["progress"])
+
+
+def refuse_changes(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise ValueError unless a run goes on as it began."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{path}: made with --{name.replace('_', '-')} {before.get(name)}, and --resume "
+                f"came with {value}; wanted the same, or another --work"
+            )
 
 
 class Budget:
@@ -258,6 +273,9 @@ def fit(
     Args:
       log: takes a record of figures every `every` steps.
       at_log: called after each record, for evaluation and checkpoints; its time is not training's.
+
+    Raises:
+      FloatingPointError: a loss is not finite any more; the last checkpoint is from before.
     """
     tokens, is_answer = jnp.asarray(corpus.tokens), jnp.asarray(corpus.is_answer)
     named = tuple(configs.items())
@@ -282,11 +300,12 @@ def fit(
                 options=options,
             )
             progress.step += 1
-        jax.block_until_ready(figures)
+        numbers = _numbers(figures)  # waits for the device
+        _refuse_infinite(numbers, progress.step)
         now = time.perf_counter()
         if is_first:  # compilation is not training time
             is_first, last = False, now
-            log({"event": "compiled", "step": progress.step, **_numbers(figures)})
+            log({"event": "compiled", "step": progress.step, **numbers})
             continue
         progress.seconds += now - last
         pace = (now - last) / window
@@ -294,7 +313,7 @@ def fit(
         log({
             "event": "train", "step": progress.step, "of": progress.total,
             "seconds": round(progress.seconds, 2), "ms_a_step": round(1e3 * pace, 2),
-            "rate": round(rates[-1], 7), **_numbers(figures),
+            "rate": round(rates[-1], 7), **numbers,
         })  # fmt: skip
         at_log(state, progress)
         last = time.perf_counter()
@@ -303,3 +322,12 @@ def fit(
 
 def _numbers(figures: Mapping[str, jax.Array]) -> dict[str, float]:
     return {name: round(float(x), 5) for name, x in figures.items()}
+
+
+def _refuse_infinite(figures: Mapping[str, float], step: int) -> None:
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"training: {name} is {value} at step {step}, wanted a finite number; go on from "
+                "the last checkpoint with a lower --learning-rate, or look at the corpus"
+            )

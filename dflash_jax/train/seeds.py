@@ -1,7 +1,9 @@
 """How user turns begin: openings that make the target write chat, code and maths requests.
 
 Left alone, a small model writes mostly chat. An opening is a few words to a few lines; the target
-goes on from there. None is taken from an evaluation set.
+goes on from there. The code openings have the form of HumanEval's prompts, a function's head and an
+open docstring, and some signatures are found there too; `data` redraws a function that HumanEval
+asks for and drops every row that shares 13 tokens in a row with an evaluation prompt.
 """
 
 from __future__ import annotations
