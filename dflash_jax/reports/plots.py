@@ -47,6 +47,7 @@ def _histogram(axes, stats: Stats) -> None:
     axes.bar_label(bars, fontsize="small")
     axes.set(xlabel="drafts accepted in a cycle", ylabel="cycles", xticks=np.arange(counts.size))
     axes.margins(y=0.12)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title(f"tau {stats.tau:.2f} tokens a cycle, bonus included", fontsize="medium")
 
 
