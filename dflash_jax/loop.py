@@ -79,8 +79,8 @@ _CARRIERS = ("state", "buffers", "scratch")
 
 # On a GPU the whole loop becomes one CUDA graph with a conditional node. By default XLA copies the
 # predicate to the host each cycle, which drains the launch queue: 6.40 against 5.99 ms a cycle
-# (H200, Qwen3-8B shapes, batch 1, 1,024 keys; 203 dispatches). The list is XLA's own and WHILE; a CPU
-# ignores it.
+# (H200, Qwen3-8B shapes, batch 1, 1,024 keys; 203 dispatches). The list is XLA's own and WHILE; a
+# CPU ignores it.
 _LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
