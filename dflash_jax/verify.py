@@ -130,12 +130,13 @@ def _cut(
 
     bad = first(wanted & ~is_finite)
     stop = first(wanted & is_stop(committed, state.stop_ids))
-    taken = jnp.minimum(jnp.minimum(count, state.remaining), jnp.minimum(bad, stop + 1))
+    end = jnp.minimum(jnp.minimum(count, state.remaining), stop + 1)  # if all rows are finite
+    taken = jnp.minimum(end, bad)
     status = jnp.full_like(state.status, Status.ACTIVE)
     status = jnp.where(state.seq_lens + taken >= state.max_lens, Status.CONTEXT, status)
     status = jnp.where(state.remaining <= taken, Status.LENGTH, status)
     status = jnp.where(stop < taken, Status.STOP, status)
-    status = jnp.where((bad < count) & (bad <= taken), Status.NON_FINITE, status)
+    status = jnp.where(bad < end, Status.NON_FINITE, status)
     return taken, jnp.where(state.is_active, status, state.status).astype(jnp.int32)
 
 
