@@ -73,10 +73,14 @@ class Tracked:
     num_read: int = 0  # ids that are in `text`, or with the decoder
 
     def take_text(self) -> str:
-        """The text of the ids that came in since the last call; all of it once finished."""
+        """The text of the ids that came in since the last call; all of it once finished.
+
+        A stop token is no text, even when it is an ordinary token that the caller chose.
+        """
         if self.decoder is None:
             return ""
-        piece = self.decoder.push(self.ids[self.num_read :])
+        end = len(self.ids) - (self.status == Status.STOP)
+        piece = self.decoder.push(self.ids[self.num_read : end])
         self.num_read = len(self.ids)
         if self.status != Status.ACTIVE:
             piece += self.decoder.flush()
@@ -140,7 +144,7 @@ def prepare(
         Tracked(
             index,
             _prompt_ids(prompt, tokenizer, f"prompt {index}", target.real_vocab, limit),
-            budget,
+            min(budget, limit + 1),  # more than the context holds, and it fits the device's i32
             StreamDecoder(tokenizer) if tokenizer is not None else None,
             batch_index=index // batch,
         )

@@ -104,6 +104,24 @@ def test_a_stop_token_ends_an_answer_and_is_its_last_id(params, answers):
     assert got[0].ids == ids[: first + 1] and got[0].finish_reason == "stop"
 
 
+def test_a_stop_token_is_not_in_the_text_even_if_it_is_an_ordinary_token(params, tokenizer):
+    shared = {**SHARED, "tokenizer": tokenizer, "max_new_tokens": 40}
+    (whole,) = dj.generate(params, "in the", eos_ids=[], **shared)
+    stop = max(set(whole.ids), key=whole.ids.index)
+    assert tokenizer.decode([stop])  # not a special token, which text leaves out anyway
+    pieces = []
+    (got,) = dj.generate(
+        params, "in the", eos_ids=[stop], on_text=lambda _, piece: pieces.append(piece), **shared
+    )
+    assert got.ids[-1] == stop and got.finish_reason == "stop"
+    assert got.text == "".join(pieces) == tokenizer.decode(got.ids[:-1])
+
+
+def test_a_budget_beyond_every_integer_of_the_device_ends_at_the_context(params):
+    (got,) = dj.generate(params, kit.prompt(90, seed=1), max_new_tokens=10**11, **SHARED)
+    assert got.finish_reason == "context" and len(got.ids) == 7
+
+
 def test_the_context_ends_an_answer(params, answers):
     shorter = {**SHARED, "max_context": 95}  # as many pages, so the same executables
     long = kit.prompt(16, seed=9)
