@@ -75,6 +75,8 @@ class ChunkOutput(NamedTuple):
     status: jax.Array  # i32[B] after the chunk
 
 
+# Donated, and kept where a call only overwrites them: an argument that jit drops as unread is not
+# donated either, and its output would take new memory.
 _CARRIERS = ("state", "buffers", "scratch")
 
 # On a GPU the whole loop becomes one CUDA graph with a conditional node. By default XLA copies the
@@ -87,7 +89,7 @@ _LOOP_OPTIONS = {
 }
 
 
-@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
+@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS, keep_unused=True)
 def prefill(
     params: Params,
     tokens: jax.Array,
@@ -112,7 +114,14 @@ def prefill(
       sequence: i32[] index in the batch.
       is_last: bool[]; the last chunk samples the anchor, which counts as the first new token.
       state, buffers, scratch: donated.
+
+    Raises:
+      ValueError: a bucket longer than the plan's.
     """
+    if tokens.shape[0] > fixed.max_rows:
+        raise ValueError(
+            f"prefill: {tokens.shape[0]} tokens in a call, Fixed is planned for {fixed.max_rows}"
+        )
     impl = options.impl
     start = state.seq_lens[sequence][None]
     count = num_tokens[None]
@@ -219,7 +228,7 @@ def _record_block(scratch: DflashScratch, state: DecodeState, proposal: Proposal
     )
 
 
-@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS)
+@partial(jax.jit, static_argnames=("fixed", "options"), donate_argnames=_CARRIERS, keep_unused=True)
 def step(
     params: Params,
     state: DecodeState,
@@ -240,6 +249,7 @@ def step(
     jax.jit,
     static_argnames=("fixed", "options"),
     donate_argnames=_CARRIERS,
+    keep_unused=True,
     compiler_options=_LOOP_OPTIONS,
 )
 def decode(
