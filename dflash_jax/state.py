@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax.fixed import Fixed
+from dflash_jax.fixed import ArraySpec, Fixed
 from dflash_jax.metadata import AttnMetadata, init_metadata
 
 MAX_STOP_IDS = 16
@@ -57,7 +58,9 @@ class Buffers(struct.PyTreeNode):
     meta: (
         AttnMetadata  # of the last step, in the form `Fixed.step_meta`; its block_table is the one
     )
+    verify_wy_tables: jax.Array | None  # i32[B]; None: no GDN layer
     verify_batch_tokens: jax.Array  # i32[N]
+    ffn_act_q8: jax.Array | None  # None: no quantised feed-forward
     k_pools: tuple[jax.Array, ...]  # [pages, K, page_size, D] each
     v_pools: tuple[jax.Array, ...]
 
@@ -79,10 +82,28 @@ def init_state(fixed: Fixed) -> DecodeState:
 
 
 def init_buffers(fixed: Fixed) -> Buffers:
-    """Buffers of zeros with an empty block table."""
+    """Buffers of zeros with an empty block table.
 
-    def zeros(spec):
+    Raises:
+      NotImplementedError: a bound multi-token-prediction head, whose cache has no place here yet.
+      ValueError: target pools whose pages are not `cache_stride` elements apart.
+    """
+    if fixed.draft is not None:
+        raise NotImplementedError(
+            "init_buffers: Fixed.draft is set, but only drafters without an MTP head are supported"
+        )
+    pool = fixed.k_pools[0].shape
+    if math.prod(pool[1:]) != fixed.cache_stride:
+        raise ValueError(
+            f"init_buffers: cache_stride is {fixed.cache_stride}, wanted {math.prod(pool[1:])} "
+            f"elements a page of k_pools {list(pool)}"
+        )
+
+    def zeros(spec: ArraySpec) -> jax.Array:
         return jnp.zeros(spec.shape, spec.dtype)
+
+    def optional(spec: ArraySpec | None) -> jax.Array | None:
+        return None if spec is None else zeros(spec)
 
     return Buffers(
         hidden=zeros(fixed.hidden),
@@ -90,7 +111,9 @@ def init_buffers(fixed: Fixed) -> Buffers:
         logits=zeros(fixed.logits),
         tokens=zeros(fixed.tokens),
         meta=init_metadata(fixed.step_meta),
+        verify_wy_tables=optional(fixed.verify_wy_tables),
         verify_batch_tokens=zeros(fixed.verify_batch_tokens),
+        ffn_act_q8=optional(fixed.ffn_act_q8),
         k_pools=tuple(map(zeros, fixed.k_pools)),
         v_pools=tuple(map(zeros, fixed.v_pools)),
     )
