@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: no such file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an endless number
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON {type(value).__name__}, wanted an object")

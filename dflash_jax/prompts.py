@@ -34,24 +34,34 @@ def read_jsonl(path: str | Path, *, allow_messages: bool = True) -> list[Request
       OSError: the file cannot be read.
     """
     requests = []
-    with open(path, encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    requests.append(_request(_object(line, where), where, allow_messages))
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{path}: not UTF-8 text ({error.reason})") from error
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                requests.append(_request(_object(line, where), where, allow_messages))
     if not requests:
         raise UsageError(f"{path}: no prompts in it, wanted one JSON object a line")
     return requests
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:  # `json` would quietly take the last one
+            raise UsageError(f"{where}: {twice!r} is given twice")
+        return dict(pairs)
+
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode("utf-8"), object_pairs_hook=unique)
+    except UsageError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: not UTF-8 text ({error.reason})") from error
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # an endless number, endless brackets
+        raise UsageError(f"{where}: not JSON ({str(error).split(';')[0]})") from error
     if not isinstance(found, dict):
         raise UsageError(f"{where}: a JSON {type(found).__name__}, wanted an object")
     return found
@@ -76,6 +86,7 @@ def _request(found: dict[str, Any], where: str, allow_messages: bool) -> Request
     text = found.get("prompt")
     if "prompt" in found and (not isinstance(text, str) or not text):
         raise UsageError(f"{where}: prompt is {text!r}, wanted text that is not empty")
+    _require_characters(text or "", where)
     messages = _messages(found["messages"], where) if "messages" in found else None
     return Request(text=text, messages=messages, max_new_tokens=budget, id=name)
 
@@ -91,4 +102,15 @@ def _messages(found: Any, where: str) -> tuple[dict[str, str], ...]:
         raise UsageError(
             f'{where}: messages must be a list of {{"role": text, "content": text}}, at least one'
         )
+    for turn in found:
+        _require_characters(turn["content"], where)
     return tuple(found)
+
+
+def _require_characters(text: str, where: str) -> None:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UsageError(f"{where}: text holds {half}, half of a surrogate pair") from error

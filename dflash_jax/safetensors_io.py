@@ -97,7 +97,7 @@ def write_file(
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an endless number
         raise ValueError(f"{path}: the header is not JSON ({error})") from None
     except _DuplicateKeyError as error:
         raise ValueError(f"{path}: the header names {error} twice") from None
@@ -135,7 +135,10 @@ def _views(
         if start + end > data.size:
             held = data.size - start
             raise ValueError(f"{where} ends at byte {end} of the data, the file holds {held}")
-        views[name] = np.ndarray(shape, dtype, buffer=data, offset=start + begin)
+        try:
+            views[name] = np.ndarray(shape, dtype, buffer=data, offset=start + begin)
+        except (ValueError, OverflowError) as error:  # too many axes, or an axis beside a 0
+            raise ValueError(f"{where} has shape {str(list(shape))[:80]}: {error}") from None
         expected, previous = end, f"tensor {name!r}"
     if start + expected != data.size:
         raise ValueError(
@@ -173,7 +176,7 @@ def _naturals(value: Any) -> bool:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{index}: not an index with a weight_map ({error!r})") from None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map tensor names to file names")

@@ -116,6 +116,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; special tokens written in the text are parsed as such."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text to encode holds U+{ord(text[error.start]):04X}, which is no character: "
+                "wanted text that was read as UTF-8"
+            ) from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -335,7 +342,7 @@ def _render(template: str, **variables: Any) -> str:
         return _environment().from_string(template).render(**variables)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
+    except Exception as error:  # a stranger's code: it can raise anything
         raise ValueError(f"chat template: {error}") from None
 
 

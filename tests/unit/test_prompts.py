@@ -40,6 +40,11 @@ def test_a_file_may_mix_texts_and_chats(tmp_path):
         ('{"messages": []}', "at least one"),
         ('{"messages": [{"role": "user"}]}', "messages must be"),
         ('{"messages": "hi"}', "messages must be"),
+        ('{"prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
+        ('{"prompt": "\\ud800"}', "U\\+D800, half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "U\\+DFFF"),
+        ("[" * 100_000, "not JSON .*recursion"),
+        ('{"prompt": "x", "max_new_tokens": ' + "1" * 5000 + "}", "not JSON .*digits"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, message):
@@ -58,7 +63,7 @@ def test_a_chat_is_refused_when_decoding_is_raw(tmp_path):
 def test_an_empty_file_and_bytes_that_are_no_text_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no prompts in it"):
         read_jsonl(write(tmp_path, "\n\n"))
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_jsonl(write(tmp_path, b"\xff\xfe\x00", mode="b"))
+    with pytest.raises(ValueError, match="prompts.jsonl, line 2: not UTF-8"):
+        read_jsonl(write(tmp_path, b'{"prompt": "x"}\n\xff\xfe\x00', mode="b"))
     with pytest.raises(OSError):
         read_jsonl(tmp_path / "missing.jsonl")

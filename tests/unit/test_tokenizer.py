@@ -158,6 +158,8 @@ def test_a_template_that_raises_is_one_clear_error(tokenizer):
         ("{{ messages[0].content + 1 }}", "chat template: "),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
         ("{{ messages.append(1) }}", "chat template: .*unsafe"),
+        ("{{ 1 / 0 }}", "chat template: division by zero"),
+        ("{{ range(10**9) }}", "chat template: Range too big"),
     ],
 )
 def test_templates_run_in_a_sandbox_and_fail_in_one_sentence(template, message):
