@@ -246,9 +246,9 @@ def _page_size(text: str) -> int:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    ids = tuple(_integer(part) for part in text.split(",") if part.strip())
-    if not ids:
+    if not text.strip(" ,"):
         raise argparse.ArgumentTypeError("no token ids in it, wanted integers with commas")
+    ids = tuple(map(_integer, text.split(",")))
     if min(ids) < 0:
         raise argparse.ArgumentTypeError(f"token id {min(ids)} is below 0")
     return ids

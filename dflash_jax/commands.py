@@ -24,12 +24,15 @@ from dflash_jax.output import Output, sizes
 from dflash_jax.params import Params
 from dflash_jax.prompts import UsageError
 from dflash_jax.weights import read_configs
+from pallas_kernels import check_impl
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command that `cli` parsed and return its exit code."""
     _keep_executables()
     try:
+        with _fitting():
+            check_impl(args.command, args.impl)
         return {"decode": _decode, "plan": _plan}[args.command](args)
     except UsageError:
         raise
@@ -66,7 +69,7 @@ def _decode(args: argparse.Namespace) -> int:
         raise UsageError("decode: --check compares drafting with plain decoding; --drafter is none")
     pair = models.load(args)
     with _fitting():
-        prompts = [models.prompt_ids(request, pair, args.system) for request in args.requests]
+        prompts = [_ids(index, pair, args) for index in range(len(args.requests))]
         budgets = [request.max_new_tokens or args.max_new_tokens for request in args.requests]
         longest = max(len(ids) + budget for ids, budget in zip(prompts, budgets, strict=True))
         context = args.max_context or context_for(longest, pair.target.config)
@@ -98,6 +101,13 @@ def _decode(args: argparse.Namespace) -> int:
     }
     output.finish(found, proof, facts)
     return 0 if proof is None or proof.holds else 1
+
+
+def _ids(index: int, pair: Models, args: argparse.Namespace) -> Sequence[int]:
+    try:
+        return models.prompt_ids(args.requests[index], pair, args.system)
+    except ValueError as error:  # of text that is none, or of the chat template
+        raise UsageError(f"decode: prompt {index}: {_sentence(error)}") from error
 
 
 def _generate(

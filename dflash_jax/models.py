@@ -74,11 +74,11 @@ def choose_drafter(drafter: str | None, target: str, num_drafts: int | None) -> 
     if drafter == "none" and num_drafts is not None:
         raise UsageError("--num-drafts is given, but --drafter none proposes nothing")
     most = num_drafts or RULE_DRAFTS
-    kind, _, count = drafter.partition(":")
+    kind, colon, count = drafter.partition(":")
     if drafter == "oracle":
         return DrafterChoice(drafter, num_drafts, accepts=most)
     if kind == "poison":
-        if count and not (count.isdecimal() and int(count) <= most):
+        if colon and not (count.isdecimal() and int(count) <= most):
             raise UsageError(f"--drafter {drafter}: wanted poison:K with K from 0 to {most}")
         return DrafterChoice(drafter, num_drafts, accepts=int(count or most // 2))
     return DrafterChoice(drafter, num_drafts)
@@ -154,7 +154,8 @@ def _mode(args: argparse.Namespace, tokenizer: Tokenizer | None) -> str:
     mode = args.mode or ("chat" if has_template else "raw")
     has_chats = any(request.messages is not None for request in args.requests)
     if not has_template and (mode == "chat" or args.system is not None or has_chats):
-        what = "--chat" if mode == "chat" else "--system" if args.system else '"messages"'
+        has_system = args.system is not None
+        what = "--chat" if mode == "chat" else "--system" if has_system else '"messages"'
         raise UsageError(f"{what} needs a chat template, and the target's tokenizer has none")
     return mode
 
@@ -169,6 +170,6 @@ def prompt_ids(request: Request, models: Models, system: str | None) -> Sequence
     messages = request.messages or ({"role": "user", "content": request.text or ""},)
     if system is not None:
         if messages[0]["role"] == "system":
-            raise UsageError(f"prompt {request.id!r} has a system message, and --system is given")
+            raise UsageError("it has a system message, and --system is given")
         messages = ({"role": "system", "content": system}, *messages)
     return models.tokenizer.encode_chat(messages)

@@ -59,7 +59,7 @@ def resolve_target(path: PathLike) -> Path:
 
         return default_model()
     found = Path(path)
-    if not found.exists():
+    if not os.fspath(path) or not found.exists():  # Path("") is the working directory
         raise FileNotFoundError(
             f"target {os.fspath(path)!r}: no such folder or file, and the only name is "
             f"{DEFAULT_TARGET!r}"
@@ -333,7 +333,7 @@ def _drafter_folder(path: PathLike) -> Path:
             raise FileNotFoundError(f"drafter {path!r} is not in this build of the package")
         return folder
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.fspath(path) or not folder.is_dir():
         raise FileNotFoundError(
             f"drafter {os.fspath(path)!r}: no such folder, and the names are "
             f"{', '.join(PACKAGED_DRAFTERS)}"

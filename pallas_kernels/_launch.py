@@ -18,14 +18,19 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 def dispatch(op: str, impl: str, xla: Callable[..., Any], *args: Any) -> Any:
     """Run `op` on `args` by the implementation that `impl` names; never another one silently."""
+    check_impl(op, impl)
+    # Callers at a prompt pass NumPy arrays, which have no `.at`.
+    return xla(*(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args))
+
+
+def check_impl(op: str, impl: str) -> None:
+    """Raise unless `impl` names an implementation that there is."""
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl is {impl!r}, wanted one of {', '.join(map(repr, IMPLS))}")
     if impl in ("pallas", "interpret"):
         raise NotImplementedError(
             f"{op}: impl={impl!r} has no kernel to run, supported are 'auto' and 'xla'"
         )
-    # Callers at a prompt pass NumPy arrays, which have no `.at`.
-    return xla(*(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args))
 
 
 def show(x: Any) -> str:

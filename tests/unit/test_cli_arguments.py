@@ -33,6 +33,8 @@ def lines(capsys):
         (["decode", "--prompt-ids", "1,-2"], "token id -2 is below 0"),
         (["decode", "--prompt-ids", ","], "no token ids"),
         (["decode", "--prompt-ids", "1,x"], "'x' is not an integer"),
+        (["decode", "--prompt-ids", "1,,2"], "'' is not an integer"),
+        (["decode", "x", "--drafter", "poison:"], "wanted poison:K"),
         (["decode", "x", "--ignore-eos", "--eos-ids", "2"], "contradict"),
         (["decode", "--prompts", "no-such-file.jsonl"], "no-such-file.jsonl: No such file"),
         (["plan", "x"], "unrecognized arguments"),

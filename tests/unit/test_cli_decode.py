@@ -225,6 +225,9 @@ def no_generate(monkeypatch):
         (["--prompt-ids", "5,307"], 2, "token id 307, outside the vocabulary of 306"),
         (["hi", "--eos-ids", "307"], 2, "eos id 307"),
         (["hi", "--drafter", "no-such-folder"], 1, "no such folder"),
+        (["hi", "--drafter", ""], 1, "drafter '': no such folder"),
+        (["h\udcff"], 2, "prompt 0: text to encode holds U+DCFF"),
+        (["hi", "--system", "\udcff"], 2, "prompt 0: text to encode holds U+DCFF"),
         (["hi", "--drafter", "TARGET"], 1, "architecture"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -239,8 +242,9 @@ def test_what_does_not_fit_the_models_ends_in_one_sentence(
 
 
 def test_kernels_that_are_not_built_are_named(dflash):
-    code, out, err = dflash("decode", *decode_arguments("hi", "--impl", "pallas"))
-    assert code == 2 and out == [] and "pallas" in err.splitlines()[-1]
+    for command in (("decode", *decode_arguments("hi")), ("plan",)):
+        code, out, err = dflash(*command, "--impl", "pallas")
+        assert code == 2 and out == [] and "pallas" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
