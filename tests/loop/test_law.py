@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from dflash_jax import loop
+from dflash_jax import drafters, loop
 from tests import kit
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -95,6 +95,12 @@ def test_every_forced_acceptance_changes_no_token_and_no_logit(family, batch, pa
         assert not differences(got, want), f"poison at {poison}"
         for row, counts in enumerate(got.accepted):
             assert set(counts[:-1]) <= {poison[row]}
+
+
+def test_no_drafter_is_left_out():
+    """Known fault D01: a kind that joins the registry joins the law."""
+    here = {*kit.DRAFTERS, "prompt_lookup", "oracle"}
+    assert set(drafters._BY_KIND) == here | {"none"}  # without drafts there is nothing to compare
 
 
 # Mutations: an attention that is right to rounding and breaks the law must be seen.
