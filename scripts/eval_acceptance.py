@@ -33,7 +33,8 @@ class Choice(NamedTuple):
     def of(text: str) -> "Choice":
         name, _, where = text.strip().rpartition("=")
         packaged = PACKAGED.get(where, where)
-        if where not in RULES and packaged not in PACKAGED.values() and not Path(where).is_dir():
+        is_known = where in RULES or packaged in PACKAGED.values()
+        if not is_known and not (where and Path(where).is_dir()):
             raise UsageError(
                 f"--drafters: {where!r} is no folder, wanted one, or one of "
                 f"{', '.join((*RULES, *PACKAGED))}"
@@ -42,7 +43,7 @@ class Choice(NamedTuple):
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__)
+    parser = Parser("eval_acceptance.py", __doc__)
     add = parser.add_argument
     add("--target", default="smollm2", help="smollm2, a checkpoint folder, or a GGUF file")
     add("--drafters", default="none,prompt_lookup,dflash,dflash2", help="divided by commas")

@@ -21,7 +21,7 @@ KINDS = ("dflash", "dflash2")
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__)
+    parser = Parser("train_drafter.py", __doc__)
     add = parser.add_argument
     add("--target", required=True, help="smollm2, a checkpoint folder, or a GGUF file")
     add("--out", type=Path, required=True, help="folder for the log and the drafters")

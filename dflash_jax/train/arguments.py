@@ -23,9 +23,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Takes long names unabbreviated, since an abbreviation may mean two things tomorrow."""
 
-    def __init__(self, doc: str | None) -> None:
+    def __init__(self, prog: str, doc: str | None) -> None:
         what, _, example = (doc or "").strip().partition("\n\n")
         super().__init__(
+            prog=prog,
             description=what,
             epilog=f"example: {example.strip().splitlines()[0]}" if example else None,
             formatter_class=_Help,

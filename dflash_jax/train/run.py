@@ -211,16 +211,22 @@ def _train(run: Run, written: Written) -> dict[str, Any]:
     args, log = run.args, run.log
     held = written.corpus.rows(slice(args.held_out))
     corpus = written.corpus.rows(slice(args.held_out, None))
-    run.scale = measured_scale(run.target, held.tokens[:_SCALE_ROWS], args.taps, run.attention)
     options = loop.TrainOptions(
         batch=args.batch, anchors=args.anchors, learning_rate=args.learning_rate,
         attention=run.attention, seed=args.seed,
     )  # fmt: skip
-    key = jax.random.key(args.seed)
-    untrained = {name: initial_tensors(c, run.target, key) for name, c in run.configs.items()}
-    state, progress = loop.start_state(untrained, options), loop.Progress()
+
+    def untrained() -> loop.TrainState:
+        key = jax.random.key(args.seed)
+        tensors = {name: initial_tensors(c, run.target, key) for name, c in run.configs.items()}
+        return loop.start_state(tensors, options)
+
     if args.resume and run.checkpoint.is_file():
-        state, progress = loop.load_checkpoint(run.checkpoint, state, run.settings)
+        like = jax.eval_shape(untrained)
+        state, progress = loop.load_checkpoint(run.checkpoint, like, run.settings)
+    else:
+        state, progress = untrained(), loop.Progress()
+    run.scale = measured_scale(run.target, held.tokens[:_SCALE_ROWS], args.taps, run.attention)
     log({
         "event": "training", "rows": len(corpus.tokens), "held_out": len(held.tokens),
         "eval_rows": len(written.test_sets), "answer_tokens": int(corpus.is_answer.sum()),
