@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Json = Mapping[str, Any]
+from dflash_jax.json_values import Json, flag, integer, items, mapping, number
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _TARGET_TYPES = ("qwen3", "llama")
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,54 +43,66 @@ class RopeConfig:
           NotImplementedError: a rope type other than default, linear, llama3 or yarn.
           ValueError: a scaled type without its factor.
         """
-        nested = config.get("rope_parameters") or {}
-        scaling = {**(config.get("rope_scaling") or {}), **nested}
-        theta = float(scaling.get("rope_theta", config.get("rope_theta", default_theta)))
+        nested = mapping(config, "rope_parameters", who)
+        scaling = {**mapping(config, "rope_scaling", who), **nested}
+        by_layer = [name for name, value in scaling.items() if isinstance(value, Mapping)]
+        if by_layer:
+            raise NotImplementedError(
+                f"{who}: rope parameters by layer type ({by_layer[0]}) are not supported"
+            )
+        theta = number(config, "rope_theta", who, default_theta, above=1.0)
+        theta = number(scaling, "rope_theta", who, theta, above=1.0)
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
         if kind not in _ROPE_KINDS:
             raise NotImplementedError(
                 f"{who}: rope type {kind!r} is not supported, wanted one of "
                 f"{', '.join(_ROPE_KINDS)}"
             )
-        if (
-            float(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-            != 1
-        ):
+        rotated = number(config, "partial_rotary_factor", who, 1.0)
+        if number(scaling, "partial_rotary_factor", who, rotated) != 1.0:
             raise NotImplementedError(f"{who}: partial_rotary_factor below 1 is not supported")
         if kind == "default":
             return RopeConfig(theta=theta)
-        if "factor" not in scaling:
+        if scaling.get("factor") is None:
             raise ValueError(f"{who}: rope type {kind!r} has no factor")
-        factor = float(scaling["factor"])
-        original = int(
-            scaling.get("original_max_position_embeddings")
-            or config.get("original_max_position_embeddings")
-            or config.get("max_position_embeddings", 0)
-        )
+        factor = number(scaling, "factor", who, above=0.0)
+        # linear divides every frequency and needs no original length
+        original = 0
+        for source, name in (
+            (config, "max_position_embeddings"),
+            (config, "original_max_position_embeddings"),
+            (scaling, "original_max_position_embeddings"),
+        ):
+            original = integer(source, name, who, original, least=1)
+        if kind in ("llama3", "yarn") and original < 1:
+            raise ValueError(f"{who}: rope type {kind!r} has no original_max_position_embeddings")
         return RopeConfig(
             kind=kind,
             theta=theta,
             factor=factor,
             original_context=original,
-            low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-            beta_fast=float(scaling.get("beta_fast") or 32.0),
-            beta_slow=float(scaling.get("beta_slow") or 1.0),
-            attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
-            truncate=bool(scaling.get("truncate", True)),
+            low_freq_factor=number(scaling, "low_freq_factor", who, 1.0, above=0.0),
+            high_freq_factor=number(scaling, "high_freq_factor", who, 4.0, above=0.0),
+            beta_fast=number(scaling, "beta_fast", who, 32.0, above=0.0),
+            beta_slow=number(scaling, "beta_slow", who, 1.0, above=0.0),
+            attention_factor=(
+                _yarn_attention_factor(scaling, factor, who) if kind == "yarn" else 1.0
+            ),
+            truncate=flag(scaling, "truncate", who, True),
         )
 
 
-def _yarn_attention_factor(scaling: Json, factor: float) -> float:
+def _yarn_attention_factor(scaling: Json, factor: float, who: str) -> float:
     """YaRN's scale of cos and sin: given, or 0.1 ln(factor) + 1, or the ratio of two m-scales."""
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
+        return number(scaling, "attention_factor", who, above=0.0)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
+    own, all_dim = (number(scaling, name, who, 0.0) for name in ("mscale", "mscale_all_dim"))
+    if own and all_dim:
+        return mscale(own) / mscale(all_dim)
     return mscale(1.0)
 
 
@@ -127,9 +137,8 @@ class TargetConfig:
           NotImplementedError: an architecture, activation or layer type that is not built.
           ValueError: a missing key, or head counts that do not divide.
         """
-        outer = config
-        config = {**config, **config["text_config"]} if "text_config" in config else config
-        kind = str(config.get("model_type") or outer.get("model_type"))
+        config = {**config, **mapping(config, "text_config", "target config")}
+        kind = str(config.get("model_type"))
         who = f"target config ({kind})"
         if kind not in _TARGET_TYPES:
             raise NotImplementedError(
@@ -137,31 +146,29 @@ class TargetConfig:
                 f"{', '.join(_TARGET_TYPES)}"
             )
         _require_plain_layers(config, who)
-        heads = int(_get(config, "num_attention_heads", who))
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        width = int(_get(config, "hidden_size", who))
+        heads = integer(config, "num_attention_heads", who, least=1)
+        kv_heads = integer(config, "num_key_value_heads", who, heads, least=1)
+        width = integer(config, "hidden_size", who, least=1)
         if heads % kv_heads:
             raise ValueError(
                 f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
             )
-        vocab = int(_get(config, "vocab_size", who))
+        vocab = integer(config, "vocab_size", who, least=1)
         return TargetConfig(
             model_type=kind,
             vocab=vocab,
             width=width,
-            ffn=int(_get(config, "intermediate_size", who)),
-            num_layers=int(_get(config, "num_hidden_layers", who)),
+            ffn=integer(config, "intermediate_size", who, least=1),
+            num_layers=integer(config, "num_hidden_layers", who, least=1),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=int(config.get("head_dim") or width // heads),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            head_dim=integer(config, "head_dim", who, width // heads, least=1),
+            rms_eps=number(config, "rms_norm_eps", who, 1e-6),
             rope=RopeConfig.from_hf(config, default_theta=1e6 if kind == "qwen3" else 1e4, who=who),
-            max_context=int(config.get("max_position_embeddings", 32768)),
-            is_tied=bool(
-                config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
-            ),
+            max_context=integer(config, "max_position_embeddings", who, 32768, least=2),
+            is_tied=flag(config, "tie_word_embeddings", who),
             has_qk_norm=kind == "qwen3",
-            has_attention_bias=bool(config.get("attention_bias", False)),
+            has_attention_bias=flag(config, "attention_bias", who),
             real_vocab=vocab,
         )
 
@@ -172,7 +179,7 @@ def _require_plain_layers(config: Json, who: str) -> None:
         raise NotImplementedError(f"{who}: hidden_act {config['hidden_act']!r}, supported: silu")
     if config.get("mlp_bias"):
         raise NotImplementedError(f"{who}: mlp_bias is not supported")
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    kinds = set(items(config, "layer_types", who, str)) - {"full_attention"}
     if kinds:
         raise NotImplementedError(
             f"{who}: layer types {sorted(kinds)} are not supported, wanted full_attention"
@@ -250,62 +257,60 @@ class DraftConfig:
         """
         kind = _drafter_kind(config)
         who = f"drafter config ({kind})"
-        nested = config.get("dflash_config") or {}
-
-        def find(name: str, default: Any = _MISSING) -> Any:
-            if nested.get(name) is not None:
-                return nested[name]
-            if config.get(name) is not None:
-                return config[name]
-            if default is _MISSING:
-                raise ValueError(f"{who}: no {name}, in dflash_config or at top level")
-            return default
-
-        if find("attention_sink_bias", False):
+        nested = mapping(config, "dflash_config", who)
+        # Keys of the block stand in dflash_config or at top level; the first one wins.
+        block = {**config, **{name: x for name, x in nested.items() if x is not None}}
+        wanted = _BLOCK_KEYS + (_SELECTOR_KEYS if kind == "dflash2" else ())
+        missing = [name for name in wanted if block.get(name) is None]
+        if missing:
+            raise ValueError(f"{who}: no {missing[0]}, in dflash_config or at top level")
+        if block.get("attention_sink_bias"):
             raise NotImplementedError(f"{who}: attention_sink_bias is not supported")
         if config.get("hidden_act", "silu") != "silu":
             raise NotImplementedError(
                 f"{who}: hidden_act {config['hidden_act']!r}, supported: silu"
             )
-        num_layers = int(_get(config, "num_hidden_layers", who))
-        heads = int(_get(config, "num_attention_heads", who))
-        kv_heads = int(config.get("num_key_value_heads") or heads)
+        num_layers = integer(config, "num_hidden_layers", who, least=1)
+        heads = integer(config, "num_attention_heads", who, least=1)
+        kv_heads = integer(config, "num_key_value_heads", who, heads, least=1)
         if heads % kv_heads:
             raise ValueError(
                 f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
             )
-        layers_of_target = int(find("num_target_layers", num_target_layers or 0))
-        if not layers_of_target:
+        layers_of_target = integer(block, "num_target_layers", who, num_target_layers, least=1)
+        if layers_of_target is None:
             raise ValueError(f"{who}: no num_target_layers, and no target was given")
-        ids = find("target_layer_ids", None)
-        has_selector = kind == "dflash2"
-        soft_cap = find("final_logit_softcapping", None)
+        ids = items(block, "target_layer_ids", who, int)
+
+        def of_selector(name: str) -> int:
+            return integer(block, name, who, least=1) if kind == "dflash2" else 0
+
         draft = DraftConfig(
             kind=kind,
-            vocab=int(_get(config, "vocab_size", who)),
-            width=int(_get(config, "hidden_size", who)),
-            ffn=int(_get(config, "intermediate_size", who)),
+            vocab=integer(config, "vocab_size", who, least=1),
+            width=integer(config, "hidden_size", who, least=1),
+            ffn=integer(config, "intermediate_size", who, least=1),
             num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=int(_get(config, "head_dim", who)),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            head_dim=integer(config, "head_dim", who, least=1),
+            rms_eps=number(config, "rms_norm_eps", who, 1e-6),
             rope=RopeConfig.from_hf(config, default_theta=1e6, who=who),
-            max_context=int(config.get("max_position_embeddings", 32768)),
-            has_attention_bias=bool(config.get("attention_bias", False)),
-            block_rows=int(find("block_size")),  # HF's block_size counts the anchor
-            mask_id=int(find("mask_token_id")),
-            target_layer_ids=tuple(ids) if ids else default_taps(layers_of_target, num_layers),
+            max_context=integer(config, "max_position_embeddings", who, 32768, least=2),
+            has_attention_bias=flag(config, "attention_bias", who),
+            block_rows=integer(block, "block_size", who),  # HF's block_size counts the anchor
+            mask_id=integer(block, "mask_token_id", who),
+            target_layer_ids=ids or default_taps(layers_of_target, num_layers),
             num_target_layers=layers_of_target,
             attention=_layer_attention(config, nested, num_layers, who),
-            input_embedding_scale=float(find("input_embedding_scale", 1.0)),
-            output_multiplier=float(find("output_multiplier", 1.0))
-            * float(config.get("logit_scale") or 1.0),
-            soft_cap=float(soft_cap) if soft_cap else None,
-            conv_taps=int(find("conv_kernel_size")) if has_selector else 0,
-            conv_group=int(find("conv_group_size")) if has_selector else 0,
-            selector_rank=int(find("selector_rank")) if has_selector else 0,
-            selector_top_k=int(find("selector_top_k")) if has_selector else 0,
+            input_embedding_scale=number(block, "input_embedding_scale", who, 1.0),
+            output_multiplier=number(block, "output_multiplier", who, 1.0)
+            * (number(config, "logit_scale", who, 1.0) or 1.0),
+            soft_cap=number(block, "final_logit_softcapping", who, None) or None,  # 0: none
+            conv_taps=of_selector("conv_kernel_size"),
+            conv_group=of_selector("conv_group_size"),
+            selector_rank=of_selector("selector_rank"),
+            selector_top_k=of_selector("selector_top_k"),
         )
         _check_draft(draft, who)
         return draft
@@ -339,12 +344,8 @@ def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * step) for i in range(num_layers))
 
 
-def _get(config: Json, name: str, who: str) -> Any:
-    if config.get(name) is None:
-        raise ValueError(f"{who}: no {name}")
-    return config[name]
-
-
+_BLOCK_KEYS = ("block_size", "mask_token_id")
+_SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _DRAFTER_KINDS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
 
 
@@ -355,7 +356,7 @@ def _drafter_kind(config: Json) -> str:
             f"drafter config: speculators format ({config['speculators_model_type']}) is not "
             "supported, wanted z-lab or SpecForge DFlash or DFlash2"
         )
-    found = (config.get("architectures") or ["none given"])[0]
+    found = (*items(config, "architectures", "drafter config", str), "none given")[0]
     if found not in _DRAFTER_KINDS:
         raise NotImplementedError(
             f"drafter config: architecture {found!r} is not supported, wanted one of "
@@ -372,10 +373,10 @@ def _layer_attention(
     A sliding layer without an explicit causality is causal in the block; a full one is not.
     Hugging Face nulls `sliding_window` unless `use_sliding_window` is true.
     """
-    kinds = tuple(config.get("layer_types") or ())
+    kinds = items(config, "layer_types", who, str)
+    slides = flag(config, "use_sliding_window", who)
     if not kinds:
-        first = int(config.get("max_window_layers", num_layers))
-        slides = bool(config.get("use_sliding_window"))
+        first = integer(config, "max_window_layers", who, num_layers)
         kinds = tuple(
             "sliding_attention" if slides and i >= first else "full_attention"
             for i in range(num_layers)
@@ -385,13 +386,11 @@ def _layer_attention(
         raise NotImplementedError(f"{who}: layer types {sorted(unknown)} are not supported")
     if len(kinds) != num_layers:
         raise ValueError(f"{who}: {len(kinds)} layer_types for {num_layers} layers")
-    window = nested.get("swa_window_size")
-    if window is None and config.get("use_sliding_window"):
-        window = config.get("sliding_window")
-    window = int(window) if window else None
+    window = integer(config, "sliding_window", who, None, least=0) if slides else None
+    window = integer(nested, "swa_window_size", who, window, least=0) or None  # 0: none
     causal = config.get("is_causal")
     causal = nested.get("causal") if causal is None else causal
-    slides_everywhere = bool(nested.get("use_swa"))
+    slides_everywhere = flag(nested, "use_swa", who)
 
     def one(kind: str) -> LayerAttention:
         is_sliding = kind == "sliding_attention"

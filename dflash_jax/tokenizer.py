@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from dflash_jax.json_file import read_json
+from dflash_jax.json_values import integer, items, mapping
 
 Message = Mapping[str, Any]
 
@@ -72,11 +73,12 @@ class Tokenizer:
         config_path = folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.is_file() else {}
         _add_missing_tokens(backend, config, folder)
-        special = {
-            name: value["content"] if isinstance(value, Mapping) else value
+        spelled = {
+            name: value.get("content") if isinstance(value, Mapping) else value
             for name, value in config.items()
-            if name.endswith("_token") and isinstance(value, str | Mapping)
+            if name.endswith("_token")  # also add_bos_token, which is true or false
         }
+        special = {name: text for name, text in spelled.items() if isinstance(text, str)}
         eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
         return Tokenizer(
             backend=backend,
@@ -192,10 +194,16 @@ def eos_ids(
     """Every id that ends a sequence: the union of both configs' and the tokenizer's."""
     found = set(tokenizer.eos_ids if tokenizer is not None else ())
     config = config or {}
-    for source in (config, config.get("text_config") or {}, generation_config or {}):
-        value = source.get("eos_token_id")
-        if value is not None:
-            found.update(value if isinstance(value, list | tuple) else (value,))
+    inner = mapping(config, "text_config", "target config")
+    for who, source in (
+        ("target config", config),
+        ("target config", inner),
+        ("generation config", generation_config or {}),
+    ):
+        if isinstance(source.get("eos_token_id"), list | tuple):
+            found.update(items(source, "eos_token_id", who, int))
+        elif source.get("eos_token_id") is not None:
+            found.add(integer(source, "eos_token_id", who))
     return tuple(sorted(found))
 
 
@@ -302,7 +310,14 @@ def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path
 ) -> None:
     """Add the tokens that only tokenizer_config.json lists, which some exports rely on."""
-    listed = config.get("added_tokens_decoder") or {}
+    listed = mapping(config, "added_tokens_decoder", f"{folder}: tokenizer_config.json")
+    for index, token in listed.items():
+        content = token.get("content") if isinstance(token, Mapping) else None
+        if not (index.isdecimal() and isinstance(content, str)):
+            raise ValueError(
+                f"{folder}: tokenizer_config.json: added token {index!r} is {str(token)[:80]}, "
+                "wanted an id and its content"
+            )
     for index, token in sorted(listed.items(), key=lambda item: int(item[0])):
         content = token["content"]
         if backend.token_to_id(content) is None:
@@ -318,10 +333,16 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the config's template: one, or the one named default."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text ({error.reason})") from None
     template = config.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{folder}: chat_template is {str(template)[:80]!r}, wanted text")
     return template
 
 

@@ -32,6 +32,8 @@ PathLike = str | os.PathLike[str]
 DEFAULT_TARGET = "smollm2"
 PACKAGED_DRAFTERS = ("smollm2-dflash2", "smollm2-dflash")
 
+_DTYPES = ("bfloat16", "float16", "float32")
+
 # Tensors that some exports carry and that inference does not read (spec/checkpoints.md §6).
 _IGNORED_TARGET = ("mtp.",)
 _IGNORED_NESTED = tuple(
@@ -112,7 +114,7 @@ def load_target(
     config = TargetConfig.from_hf(hf)
     if real_vocab is not None:
         config = replace(config, real_vocab=min(real_vocab, config.vocab))
-    is_nested = "text_config" in hf
+    is_nested = bool(hf.get("text_config"))
     source = TensorSource(path, tensors, _IGNORED_TARGET + (_IGNORED_NESTED if is_nested else ()))
     prefix = _target_prefix(source, is_nested)
     embed_name = f"{prefix}embed_tokens.weight"
@@ -158,7 +160,10 @@ def load_drafter(
     _refuse_foreign(source)
     stored = source.peek("fc.weight").dtype
     if stored == np.int8:
-        stored = np.dtype(hf.get("dtype") or "bfloat16")
+        name = hf.get("dtype") or "bfloat16"  # what the int8 numbers were made from
+        if name not in _DTYPES:
+            raise ValueError(f"{folder}: dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
+        stored = jax.numpy.dtype(name)
     source.use_dtype(dtype, stored if target is None else target.embed.dtype)
     if target is not None:
         check_pair(target.config, config, who=str(folder))

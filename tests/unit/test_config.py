@@ -134,7 +134,41 @@ REFUSED_TARGETS = [
     ({"partial_rotary_factor": 0.25}, NotImplementedError, "partial_rotary_factor below 1"),
     ({"num_key_value_heads": 3}, ValueError, "4 query heads are not a multiple of 3 kv heads"),
     ({"hidden_size": ...}, ValueError, "no hidden_size"),
+    ({"hidden_size": "abc"}, ValueError, "hidden_size is 'abc', wanted an integer from 1"),
+    ({"hidden_size": [64]}, ValueError, "hidden_size is .* wanted an integer from 1"),
+    ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers is '0', wanted an integer from 1"),
+    ({"num_hidden_layers": 2.5}, ValueError, "num_hidden_layers is '2.5'"),
+    ({"num_hidden_layers": float("inf")}, ValueError, "num_hidden_layers is 'inf'"),
+    ({"num_attention_heads": 0}, ValueError, "num_attention_heads is '0'"),
+    ({"vocab_size": True}, ValueError, "vocab_size is 'True'"),
+    ({"max_position_embeddings": "x"}, ValueError, "max_position_embeddings is 'x'"),
+    ({"rms_norm_eps": "x"}, ValueError, "rms_norm_eps is 'x', wanted a number"),
+    ({"tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings is 'false', wanted true"),
+    ({"rope_theta": 0}, ValueError, "rope_theta is '0', wanted a number above 1"),
+    ({"rope_scaling": "linear"}, ValueError, "rope_scaling is 'linear', wanted an object"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, ValueError, "factor is '0'"),
+    ({"rope_scaling": {"type": "linear", "factor": "x"}}, ValueError, "factor is 'x'"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
+        ValueError,
+        "original_max_position_embeddings is '0'",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+        NotImplementedError,
+        "rope parameters by layer type .full_attention. are not supported",
+    ),
+    ({"text_config": 3}, ValueError, "text_config is '3', wanted an object"),
+    ({"layer_types": 5}, ValueError, "layer_types is '5', wanted a list of texts"),
+    ({"layer_types": [["x"]]}, ValueError, "layer_types is .* wanted a list of texts"),
 ]
+
+
+def test_null_counts_as_absent():
+    absent = dict.fromkeys(
+        ("text_config", "rope_scaling", "layer_types", "rope_parameters", "partial_rotary_factor")
+    )
+    assert TargetConfig.from_hf(QWEN3 | absent) == TargetConfig.from_hf(QWEN3)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +318,16 @@ REFUSED_DRAFTERS = [
         {"dflash_config": {"target_layer_ids": [0, 6]}},
         ValueError,
         r"target_layer_ids \[0, 6\] leave the target's layers, -1..5",
+    ),
+    ({"dflash_config": {"target_layer_ids": 5}}, ValueError, "target_layer_ids is '5', wanted a"),
+    ({"dflash_config": {"target_layer_ids": ["a"]}}, ValueError, "wanted a list of integers"),
+    ({"dflash_config": {"mask_token_id": "x"}}, ValueError, "mask_token_id is 'x', wanted an int"),
+    ({"dflash_config": {"block_size": "x"}}, ValueError, "block_size is 'x', wanted an integer"),
+    ({"architectures": [["x"]]}, ValueError, "architectures is .* wanted a list of texts"),
+    (
+        {"use_sliding_window": True, "sliding_window": -3},
+        ValueError,
+        "sliding_window is '-3', wanted an integer from 0",
     ),
     ({"dflash_config": {"selector_top_k": 17}}, ValueError, "selector_top_k 17, supported: 1 to"),
     ({"dflash_config": {"conv_kernel_size": 5}}, ValueError, "conv_kernel_size 5, supported: 1"),

@@ -233,6 +233,32 @@ def test_stop_ids_are_the_union_of_configs_and_tokenizer(tokenizer):
     assert eos_ids({}, {}, Tokenizer.from_gguf(both)) == (0, 2)
 
 
+@pytest.mark.parametrize("value", ["x", [None], {"a": 1}, [[2]], 1.5, True], ids=str)
+def test_a_stop_id_that_is_none_is_named(value):
+    for configs in ({"eos_token_id": value}, None), (None, {"eos_token_id": value}):
+        with pytest.raises(ValueError, match="config: eos_token_id is "):
+            eos_ids(*configs)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"added_tokens_decoder": [1]}, "added_tokens_decoder is .* wanted an object"),
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, "added token 'x' is "),
+        ({"added_tokens_decoder": {"5": {}}}, "added token '5' is {}, wanted an id and"),
+        ({"added_tokens_decoder": {"5": "a"}}, "added token '5' is a, wanted"),
+        ({"chat_template": 5}, "chat_template is '5', wanted text"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template is '5'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_damaged_tokenizer_config_is_one_clear_error(tmp_path, tokenizer, config, message):
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_targets_tokenizer_knows_the_stop_ids_of_its_configs(tmp_path):
     target = write_tiny_pair(tmp_path).target
     assert Tokenizer.load(target).eos_ids == (305,)
