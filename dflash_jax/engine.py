@@ -119,6 +119,8 @@ def stream(
 
     A request that cannot be met raises at the call, before the first piece is asked for.
     """
+    if tokenizer is None:
+        raise ValueError("stream: it yields text, which needs a tokenizer; none was given")
     static = {name: options.pop(name) for name in _STATIC if name in options}
     job = prepare(
         params,
@@ -213,6 +215,10 @@ def summary(generations: Sequence[Generation]) -> Stats:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One text, or one flat list of ids, is a list of one prompt."""
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+        raise TypeError(f"generate: prompts is {prompts!r}, wanted texts or lists of token ids")
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
     is_one = isinstance(prompts, str) or (
         len(prompts) > 0 and all(isinstance(item, int | np.integer) for item in prompts)
     )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.shapes import check_integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,15 @@ def _check_sizes(
     prefill_chunk: int,
     num_pages: int | None,
 ) -> None:
+    check_integers(
+        "plan",
+        batch=batch,
+        max_context=max_context,
+        num_drafts=num_drafts,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        num_pages=num_pages,
+    )
     if batch < 1:
         raise ValueError(f"plan: batch is {batch}, wanted at least 1")
     if page_size < 4 or page_size & (page_size - 1):

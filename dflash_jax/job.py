@@ -15,8 +15,10 @@ from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
 from dflash_jax.fixed import Fixed, plan
 from dflash_jax.loop import DecodeOptions
 from dflash_jax.params import Params
+from dflash_jax.shapes import check_integers
 from dflash_jax.state import MAX_STOP_IDS, Status
 from dflash_jax.tokenizer import StreamDecoder, Tokenizer
+from pallas_kernels import check_impl
 
 Prompt = str | Sequence[int]
 
@@ -134,6 +136,9 @@ def prepare(
     target = params.target.config
     if fixed is not None:
         max_context = min(fixed.capacity, target.max_context)
+    sizes = {"num_drafts": num_drafts, "page_size": page_size, "max_context": max_context}
+    check_integers("generate", batch=batch, cycles=options.cycles, **sizes)
+    check_impl("generate", options.impl)
     if batch < 1:
         raise ValueError(f"generate: batch is {batch}, wanted at least 1")
     if options.cycles < 1:
@@ -163,6 +168,8 @@ def prepare(
         )
     if eos_ids is None:
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
+    elif isinstance(eos_ids, str) or np.ndim(eos_ids) != 1:
+        raise TypeError(f"generate: eos_ids is {eos_ids!r}, wanted a list of token ids")
     return Job(
         params=params,
         sequences=sequences,
@@ -199,7 +206,12 @@ def _prompt_ids(
         if tokenizer is None:
             raise ValueError(f"generate: {who} is text, but no tokenizer was given")
         prompt = tokenizer.encode(prompt)
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of different lengths
+        raise TypeError(
+            f"generate: {who} is {str(prompt)[:80]}, wanted text or a list of token ids"
+        ) from None
     if ids.size == 0:
         raise ValueError(f"generate: {who} is empty")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -217,6 +229,8 @@ def _prompt_ids(
 
 
 def _stop_ids(eos_ids: Sequence[int], vocab: int) -> tuple[int, ...]:
+    for index in eos_ids:
+        check_integers("generate", eos_ids=index)
     ids = tuple(sorted({int(index) for index in eos_ids}))
     if len(ids) > MAX_STOP_IDS:
         raise ValueError(f"generate: {len(ids)} eos_ids, supported: up to {MAX_STOP_IDS}")

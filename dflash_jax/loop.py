@@ -196,9 +196,9 @@ def _step(
     """Propose, verify, commit."""
     static = {"fixed": fixed, "impl": options.impl}
     num_rows = rows_to_run(state, fixed)
-    proposal, buffers, scratch = drafters.get(params.draft).propose(
-        params, state, num_rows, buffers, scratch, **static
-    )
+    drafter = drafters.get(params.draft)
+    propose = drafter.propose if fixed.num_drafts else drafters.propose_nothing
+    proposal, buffers, scratch = propose(params, state, num_rows, buffers, scratch, **static)
     scratch = _record_block(scratch, state, proposal)
     verification, buffers = verify(
         params, proposal, num_rows, state, buffers, certify=options.certify, **static

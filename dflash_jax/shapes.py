@@ -8,6 +8,7 @@
 A spec is a string of letters, numbers and products, one word an axis: ``"B R H D"``, ``"W M*E"``.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,19 @@ def _axis_size(word: str, dims: Dims) -> int | None:
         else:
             return None
     return size
+
+
+def check_integers(op: str, **values: Any) -> None:
+    """Raise TypeError unless every value that is given is an integer; 16.0 and True are none."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(f"{op}: {name} is {value!r}, wanted an integer") from None
+        if isinstance(value, bool):
+            raise TypeError(f"{op}: {name} is {value!r}, wanted an integer")
 
 
 def check_shape(name: str, x: Any, spec: str, dims: Dims) -> None:

@@ -48,13 +48,14 @@ def _keep_context(draft, features, positions, slots, buffers, scratch, *, fixed,
     return buffers, scratch
 
 
-def _propose_nothing(params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
+def propose_nothing(params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
+    """A step of one row: no drafter, or one that is asked for no draft."""
     tokens = jnp.zeros((fixed.batch, fixed.num_drafts), jnp.int32)
     return Proposal(tokens, jnp.zeros_like(num_rows)), buffers, scratch
 
 
 _BY_KIND = {
-    "none": Drafter(_propose_nothing, _keep_context),
+    "none": Drafter(propose_nothing, _keep_context),
     "prompt_lookup": Drafter(prompt_lookup.propose, _keep_context),
     "oracle": Drafter(oracle.propose, _keep_context),
     "dflash": Drafter(dflash.propose, backbone.fuse_context),

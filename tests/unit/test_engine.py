@@ -215,7 +215,20 @@ def test_logits_that_are_not_finite_are_one_readable_error(params):
         ([1], {"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
         ([1], {"max_new_tokens": 2.5}, TypeError, "max_new_tokens"),
         ([1], {"max_new_tokens": [1, 2]}, ValueError, "2 max_new_tokens for 1 prompts"),
+        ([1], {"max_new_tokens": None}, TypeError, "max_new_tokens is None"),
         ([1], {"batch": 0}, ValueError, "batch is 0"),
+        ([1], {"batch": 2.0}, TypeError, "batch is 2.0, wanted an integer"),
+        ([1], {"cycles": 2.5}, TypeError, "cycles is 2.5, wanted an integer"),
+        ([1], {"num_drafts": 2.0}, TypeError, "num_drafts is 2.0, wanted an integer"),
+        ([1], {"page_size": 16.0}, TypeError, "page_size is 16.0, wanted an integer"),
+        ([1], {"max_context": 96.5}, TypeError, "max_context is 96.5, wanted an integer"),
+        ([1], {"eos_ids": 5}, TypeError, "eos_ids is 5, wanted a list of token ids"),
+        ([1], {"eos_ids": ["a"]}, TypeError, "eos_ids is 'a', wanted an integer"),
+        ([1], {"impl": "cuda"}, ValueError, "generate: impl is 'cuda'"),
+        ([1], {"impl": "pallas"}, NotImplementedError, "generate: impl='pallas'"),
+        (None, {}, TypeError, "prompts is None, wanted texts or lists of token ids"),
+        ([[[1, 2], [3]]], {}, TypeError, "prompt 0 is .* wanted text or a list"),
+        (b"abc", {}, TypeError, "prompts is b'abc', wanted texts"),
         ([1], {"cycles": 0}, ValueError, "cycles is 0"),
         ([1], {"num_drafts": 8}, ValueError, "num_drafts is 8"),
         ([1], {"page_size": 48}, ValueError, "page_size is 48"),
@@ -270,6 +283,26 @@ def test_what_cannot_be_started_is_refused_before_any_compile(
 ):
     with pytest.raises(ValueError, match=message):
         dj.start(params, prompts, fixed=sizes(params, **changes), **options)
+
+
+def test_a_stream_without_a_tokenizer_is_refused(params):
+    with pytest.raises(ValueError, match="stream: .* needs a tokenizer"):
+        dj.stream(params, [1, 2], tokenizer=None)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "prompt_lookup"])
+def test_no_drafts_is_a_step_of_one_row_for_every_drafter(kind):
+    pair = kit.pair("llama", "dflash2" if kind == "dflash2" else "dflash").params
+    pair = kit.lookup(pair) if kind == "prompt_lookup" else pair
+    shared = {"max_new_tokens": 6, "page_size": 16, "max_context": 96}
+    (alone,) = dj.generate(pair, PROMPTS[0], num_drafts=0, **shared)
+    (drafted,) = dj.generate(pair, PROMPTS[0], **shared)
+    assert alone.ids == drafted.ids and alone.stats.tau == 1
+
+
+def test_ids_may_come_as_an_array_of_jax(params, answers):
+    (got,) = dj.generate(params, jnp.asarray(PROMPTS[0]), max_new_tokens=4, **SHARED)
+    assert got.ids == answers[0].ids[:4]
 
 
 def test_no_prompts_give_no_answers(params, no_compile):
