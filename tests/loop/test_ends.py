@@ -1,4 +1,4 @@
-"""Where sequences end: stop tokens, budgets, the context. About 40 CPU seconds."""
+"""Where sequences end: stop tokens, budgets, the context. About 20 CPU seconds."""
 
 import numpy as np
 import pytest
