@@ -1,6 +1,7 @@
 """The dense forwards of training against the inference step, and their masks."""
 
 import dataclasses
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,21 @@ from dflash_jax.export import write_drafter
 from dflash_jax.params import LayerParams, Params, TargetParams
 from dflash_jax.train.dense import causal_attention, draft_hidden, target_forward
 from dflash_jax.train.evaluate import accepted_counts, walk
-from dflash_jax.train.initial import drafter_config, initial_tensors
+from dflash_jax.train.initial import drafter_config
 from dflash_jax.train.losses import draft_tokens
 from dflash_jax.weights import load_drafter
+from tests.drawn import drawn_tensors
 
-VOCAB, TAPS = 300, (0, 2, 4)
+VOCAB, TAPS = 300, (-1, 0, 1)
 
 
+@cache
 def tiny_target() -> TargetParams:
     config = TargetConfig.from_hf(
         {
             "model_type": "llama",
             "hidden_size": 64,
-            "num_hidden_layers": 6,
+            "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
@@ -36,10 +39,10 @@ def tiny_target() -> TargetParams:
             "tie_word_embeddings": True,
         }
     )
-    keys = iter(jax.random.split(jax.random.key(0), 64))
+    rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * shape[-1] ** -0.5
+        return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, jnp.float32)
 
     layers = tuple(
         LayerParams(
@@ -50,7 +53,7 @@ def tiny_target() -> TargetParams:
             gate_up=normal(192, 64),
             down=normal(64, 96),
         )
-        for _ in range(6)
+        for _ in range(3)
     )
     return TargetParams(
         embed=normal(VOCAB, 64), layers=layers, norm=jnp.ones(64), head=None, config=config
@@ -64,13 +67,7 @@ def tiny_drafter(kind: str, target: TargetParams) -> tuple[DraftConfig, dict[str
             kind, target.config, taps=TAPS, mask_id=4, num_layers=2, ffn=48, selector_rank=8
         )
     )
-    tensors = initial_tensors(config, target, jax.random.key(1))
-    keys = jax.random.split(jax.random.key(2), len(tensors))
-    noisy = {
-        name: x + 0.2 * jax.random.normal(key, x.shape)
-        for key, (name, x) in zip(keys, tensors.items(), strict=True)
-    }
-    return config, noisy
+    return config, drawn_tensors(config, target, noise=0.2)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
@@ -84,14 +81,17 @@ def test_training_drafts_are_the_drafts_of_the_real_loop(kind, tmp_path):
     text = prompt + list(made.ids)
     tokens = jnp.asarray([text + [0] * (64 - len(text))], jnp.int32)
 
-    features, _ = target_forward(target, tokens, TAPS, causal_attention("xla"))
     at = len(prompt) + np.concatenate([[0], np.cumsum(made.stats.committed[0])[:-1]])
     anchors = jnp.asarray(at[None], jnp.int32)
-    hidden = draft_hidden(tensors, config, target.embed, features, tokens, anchors)
-    known = jnp.take_along_axis(tokens, anchors, axis=1)
-    drafts = np.asarray(draft_tokens(tensors, config, target.lm_head, hidden, known, chunk=64))[
-        0
-    ]  # [cycles, R-1]
+
+    @jax.jit
+    def draft(tokens):
+        features, _ = target_forward(target, tokens, TAPS, causal_attention("xla"))
+        hidden = draft_hidden(tensors, config, target.embed, features, tokens, anchors)
+        known = jnp.take_along_axis(tokens, anchors, axis=1)
+        return draft_tokens(tensors, config, target.lm_head, hidden, known, chunk=64)
+
+    drafts = np.asarray(draft(tokens))[0]  # [cycles, R-1]
     loop_drafts = made.stats.drafted[0]
     whole = (loop_drafts >= 0).all(axis=1)  # the last blocks are cut by the budget
     assert whole.sum() > 10
@@ -116,7 +116,7 @@ def test_a_block_never_sees_features_from_its_anchor_on(kind):
     anchors = jnp.asarray([[5, 20], [0, 31]], jnp.int32)
     later = jnp.arange(32)[None, :, None] >= anchors[:, :1, None]
     changed = jnp.where(later, 7.0, features)
-    run = lambda f, t: draft_hidden(tensors, config, target.embed, f, t, anchors)
+    run = jax.jit(lambda f, t: draft_hidden(tensors, config, target.embed, f, t, anchors))
     before, after = run(features, tokens), run(changed, tokens)
     np.testing.assert_array_equal(before[:, 0], after[:, 0])
     assert float(jnp.abs(before[0, 1] - after[0, 1]).max()) > 1e-3  # the later block does see them
@@ -131,21 +131,27 @@ def test_blocks_of_one_sequence_do_not_see_each_other():
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(20, VOCAB, (1, 32)), jnp.int32)
     features = jnp.asarray(rng.normal(size=(1, 32, 3 * 64)), jnp.float32)
-    run = lambda anchors: draft_hidden(
-        tensors, config, target.embed, features, tokens, jnp.asarray([anchors], jnp.int32)
-    )
-    alone, beside = run([9])[0, 0], run([9, 10, 3])[0, 0]
-    np.testing.assert_allclose(alone, beside, atol=2e-5)  # other GEMM shapes, other last bits
+
+    @jax.jit
+    def run(anchors):
+        return draft_hidden(tensors, config, target.embed, features, tokens, anchors)[0, 0]
+
+    alone, beside = run(jnp.asarray([[9, 0, 31]])), run(jnp.asarray([[9, 10, 3]]))
+    np.testing.assert_array_equal(alone, beside)
 
 
 def test_target_forward_taps_layer_outputs():
     target = tiny_target()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (1, 8)), jnp.int32)
-    features, _ = target_forward(target, tokens, (-1, 1), causal_attention("xla"))
+    attend = causal_attention("xla")
+    run = jax.jit(
+        lambda params, taps: target_forward(params, tokens, taps, attend), static_argnums=1
+    )
+    features, _ = run(target, (-1, 1))
     np.testing.assert_array_equal(features[0, :, :64], target.embed[tokens[0]])
     short = dataclasses.replace(target.config, num_layers=2)
     cut = target.replace(layers=target.layers[:2], config=short)
-    _, hidden = target_forward(cut, tokens, (0,), causal_attention("xla"))
+    _, hidden = run(cut, (0,))
     tapped = features[0, :, 64:]
     normed = tapped / jnp.sqrt(jnp.mean(tapped**2, -1, keepdims=True) + target.config.rms_eps)
     np.testing.assert_allclose(hidden[0], normed, atol=1e-5)

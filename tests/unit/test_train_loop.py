@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from dflash_jax.params import TargetParams
 from dflash_jax.train import arrays, loop
 from dflash_jax.train.data import Corpus
 from dflash_jax.train.dense import context_rows
-from dflash_jax.train.initial import drafter_config, initial_tensors
+from dflash_jax.train.initial import drafter_config
+from tests.drawn import drawn_tensors
 from tests.kit import pair
 
 OPTIONS = loop.TrainOptions(
@@ -51,25 +51,10 @@ def configs(target) -> dict[str, DraftConfig]:
     }
 
 
-@cache
-def untrained(config: DraftConfig) -> dict[str, jax.Array]:
-    """Weights like `initial_tensors`, drawn by NumPy: its many shapes are slow to compile."""
-    shapes = jax.eval_shape(
-        lambda key: initial_tensors(config, tiny_target(), key), jax.random.key(0)
-    )
-    rng = np.random.default_rng(1)
-
-    def draw(name: str, x: jax.ShapeDtypeStruct) -> np.ndarray:
-        if name.endswith("base_kernel"):
-            return np.stack([np.ones(x.shape)[:, 0], np.zeros(x.shape)[:, 1]], axis=1)
-        is_matrix = len(x.shape) == 2
-        return rng.normal(size=x.shape) * x.shape[1] ** -0.5 if is_matrix else np.ones(x.shape)
-
-    return {name: jnp.asarray(draw(name, x), jnp.float32) for name, x in shapes.items()}
-
-
 def start(configs) -> loop.TrainState:
-    return loop.start_state({name: untrained(c) for name, c in configs.items()}, OPTIONS)
+    return loop.start_state(
+        {name: drawn_tensors(c, tiny_target()) for name, c in configs.items()}, OPTIONS
+    )
 
 
 def fit(target, corpus, configs, state, progress, steps, options=OPTIONS, **how):
