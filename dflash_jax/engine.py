@@ -9,6 +9,7 @@ wrong with a request is refused before anything compiles, and compiling is timed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -103,12 +104,13 @@ def generate(
         options=DecodeOptions(cycles=cycles, impl=impl, certify=certify),
         progress=progress,
     )
-    for sequence in run(job):
-        piece = sequence.take_text()
-        if on_text is not None and piece:
-            on_text(sequence.index, piece)
-        if on_finish is not None and sequence.status != Status.ACTIVE:
-            on_finish(sequence.index, _generation(job, sequence))
+    with closing(run(job)) as sequences:
+        for sequence in sequences:
+            piece = sequence.take_text()
+            if on_text is not None and piece:
+                on_text(sequence.index, piece)
+            if on_finish is not None and sequence.status != Status.ACTIVE:
+                on_finish(sequence.index, _generation(job, sequence))
     return [_generation(job, sequence) for sequence in job.sequences]
 
 
@@ -218,7 +220,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray | jax.Array):
         raise TypeError(f"generate: prompts is {prompts!r}, wanted texts or lists of token ids")
     if isinstance(prompts, jax.Array):
-        prompts = np.asarray(prompts)
+        prompts = cast(Sequence[int], np.asarray(prompts))
     is_one = isinstance(prompts, str) or (
         len(prompts) > 0 and all(isinstance(item, int | np.integer) for item in prompts)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class DecodeError(RuntimeError):
     """The device reported a condition that no answer can come out of."""
 
 
-def run(job: Job) -> Iterator[Tracked]:
+def run(job: Job) -> Generator[Tracked, None, None]:
     """Decode batch after batch; yield a sequence whenever new ids of it have arrived."""
     working = [one for one in job.sequences if one.budget > 0]
     for one in job.sequences:
@@ -120,24 +120,33 @@ def _prefill_arguments(tokens: np.ndarray, count: int, row: int, is_last: bool) 
     return tokens, np.int32(count), np.int32(row), np.bool_(is_last)
 
 
-def _run_batch(job: Job, members: Sequence[Tracked], carriers: Carriers) -> Iterator[Tracked]:
+def _run_batch(
+    job: Job, members: Sequence[Tracked], carriers: Carriers
+) -> Generator[Tracked, None, Carriers]:
     """Prefill each member, then decode chunks, one launched ahead of the one being read."""
     static = {"fixed": job.fixed, "options": job.options}
     firsts, carriers = prefill_batch(job, members, carriers)
-    for one, first in zip(members, firsts, strict=True):
-        _record_first(job, one, jax.device_get(first))
-        yield one
-    start = time.perf_counter()
-    launched = None
-    while launched is not None or _any_active(members):
-        reading = launched
-        out, *rest = loop.decode(job.params, *carriers, **static)
-        launched, carriers = _start_copy(out), tuple(rest)
-        if reading is None:
-            continue
-        yield from _record_chunk(members, jax.device_get(reading), start)
-        if not _any_active(members):  # the chunk under way will run no cycle
-            break
+    under_way: Any = firsts
+    try:
+        for one, first in zip(members, firsts, strict=True):
+            _record_first(job, one, jax.device_get(first))
+            yield one
+        start = time.perf_counter()
+        launched = None
+        while launched is not None or _any_active(members):
+            reading = launched
+            out, *rest = loop.decode(job.params, *carriers, **static)
+            launched = under_way = _start_copy(out)
+            carriers = tuple(rest)
+            if reading is None:
+                continue
+            yield from _record_chunk(members, jax.device_get(reading), start)
+            if not _any_active(members):  # the chunk under way will run no cycle
+                break
+    except BaseException:
+        # A process that ends while the CPU computes is aborted, whatever code it meant to leave.
+        jax.block_until_ready(under_way)
+        raise
     return carriers
 
 
@@ -185,7 +194,7 @@ def _record_first(job: Job, one: Tracked, first: loop.FirstToken) -> None:
 
 def _record_chunk(
     members: Sequence[Tracked], out: loop.ChunkOutput, start: float
-) -> Iterator[Tracked]:
+) -> Generator[Tracked, None, None]:
     """Add a chunk's records to the sequences that were still running; yield those."""
     seconds = time.perf_counter() - start
     for row, one in enumerate(members):

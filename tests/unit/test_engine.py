@@ -196,6 +196,33 @@ def test_an_interrupt_leaves_the_library_usable(params, tokenizer, answers, when
     assert [one.ids for one in again] == [one.ids for one in answers[:2]]
 
 
+@pytest.mark.parametrize("when", [1, 3])
+def test_nothing_is_left_under_way_by_whoever_stops_early(params, tokenizer, monkeypatch, when):
+    """A process that exits while the CPU computes aborts with code 134."""
+    launched, waited = [], []
+    decode, wait = loop.decode, jax.block_until_ready
+
+    def recording(*args, **options):
+        out, *carriers = decode(*args, **options)
+        launched.append(out)
+        return out, *carriers
+
+    recording.lower = decode.lower
+    monkeypatch.setattr("dflash_jax.run.loop.decode", recording)
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or wait(x))
+    calls = []
+
+    def fail(index, piece):
+        calls.append(piece)
+        if len(calls) == when:
+            raise OSError("no space left")
+
+    shared = {**SHARED, "tokenizer": tokenizer, "eos_ids": [], "max_new_tokens": 40}
+    with pytest.raises(OSError, match="no space"):
+        dj.generate(params, "in the", on_text=fail, **shared)
+    assert len(waited) == 1 and (waited[0] is launched[-1] if launched else when == 1)
+
+
 def test_logits_that_are_not_finite_are_one_readable_error(params):
     target = params.target
     broken = target.replace(norm=jnp.full_like(target.norm, jnp.nan))
