@@ -53,7 +53,7 @@ def _fitting() -> Iterator[None]:
     """What does not fit the models is the request's fault, not theirs."""
     try:
         yield
-    except UsageError:
+    except (UsageError, UnicodeEncodeError):  # the second: stdout cannot show an answer
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(_sentence(error)) from error

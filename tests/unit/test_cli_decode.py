@@ -202,6 +202,15 @@ def test_an_interrupt_ends_with_a_word_and_code_1(dflash, monkeypatch):
     assert code == 1 and out == [] and err.endswith("dflash: interrupted\n")
 
 
+def test_an_answer_that_stdout_cannot_show_ends_with_code_1(dflash, monkeypatch):
+    def generate(*args, **options):
+        "ü".encode("ascii")
+
+    monkeypatch.setattr(engine, "generate", generate)
+    code, out, err = dflash("decode", *decode_arguments("the end"))
+    assert code == 1 and out == [] and "'ascii' codec can't encode" in err.splitlines()[-1]
+
+
 @pytest.fixture
 def no_generate(monkeypatch):
     def reached(*args, **options):
