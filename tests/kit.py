@@ -299,8 +299,8 @@ def start(
     """Prefilled carriers; `how` as for `carriers`.
 
     Args:
-      prefilled_by: for a rule drafter, the same target with another drafter, whose executable does
-        the prefill (a rule drafter reads nothing of its own from it).
+      prefilled_by: the same target with another drafter, whose executable does the prefill; it
+        must leave the same context, unless this drafter follows a rule and has none.
     """
     if prefilled_by is None:
         return prefill(params, fixed, requests, carriers(params, fixed, requests, **how))
