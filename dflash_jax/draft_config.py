@@ -1,0 +1,250 @@
+"""Hyperparameters of drafters: with layers (`DraftConfig`) or following a rule (`RuleConfig`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_jax.json_values import Json, flag, integer, items, mapping, number
+from dflash_jax.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one drafter layer sees keys: causal in the block or not, and its window (None: all)."""
+
+    is_causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A block-diffusion drafter with its own layers: `kind` is dflash or dflash2.
+
+    `block_rows` counts the anchor; rows 1.. are the drafts. `target_layer_ids` index decoder
+    layers by output. Head transforms: logits * output_multiplier, then soft-cap.
+    """
+
+    kind: str
+    vocab: int
+    width: int
+    ffn: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope: RopeConfig
+    max_context: int
+    has_attention_bias: bool
+    block_rows: int
+    mask_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    attention: tuple[LayerAttention, ...]
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    soft_cap: float | None = None
+    conv_taps: int = 0
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a full block: every row but the anchor's."""
+        return self.block_rows - 1
+
+    @property
+    def backbone(self) -> DraftConfig | None:
+        """Config of the layers that run: its own."""
+        return self
+
+    @property
+    def num_conv_groups(self) -> int:
+        return self.width // self.conv_group if self.conv_group else 0
+
+    @staticmethod
+    def from_hf(config: Json, *, num_target_layers: int | None = None) -> DraftConfig:
+        """Read z-lab and SpecForge forms: keys nested in `dflash_config` or flat.
+
+        Args:
+          config: the drafter's `config.json`.
+          num_target_layers: of the target, used where the config does not say.
+
+        Raises:
+          NotImplementedError: a drafter family or variant that is not built.
+          ValueError: a missing key or one that contradicts another.
+        """
+        kind = _drafter_kind(config)
+        who = f"drafter config ({kind})"
+        nested = mapping(config, "dflash_config", who)
+        # Keys of the block stand in dflash_config or at top level; the first one wins.
+        block = {**config, **{name: x for name, x in nested.items() if x is not None}}
+        wanted = _BLOCK_KEYS + (_SELECTOR_KEYS if kind == "dflash2" else ())
+        missing = [name for name in wanted if block.get(name) is None]
+        if missing:
+            raise ValueError(f"{who}: no {missing[0]}, in dflash_config or at top level")
+        if block.get("attention_sink_bias"):
+            raise NotImplementedError(f"{who}: attention_sink_bias is not supported")
+        if config.get("hidden_act", "silu") != "silu":
+            raise NotImplementedError(
+                f"{who}: hidden_act {config['hidden_act']!r}, supported: silu"
+            )
+        num_layers = integer(config, "num_hidden_layers", who, least=1)
+        heads = integer(config, "num_attention_heads", who, least=1)
+        kv_heads = integer(config, "num_key_value_heads", who, heads, least=1)
+        if heads % kv_heads:
+            raise ValueError(
+                f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
+            )
+        layers_of_target = integer(block, "num_target_layers", who, num_target_layers, least=1)
+        if layers_of_target is None:
+            raise ValueError(f"{who}: no num_target_layers, and no target was given")
+        ids = items(block, "target_layer_ids", who, int)
+
+        def of_selector(name: str) -> int:
+            return integer(block, name, who, least=1) if kind == "dflash2" else 0
+
+        draft = DraftConfig(
+            kind=kind,
+            vocab=integer(config, "vocab_size", who, least=1),
+            width=integer(config, "hidden_size", who, least=1),
+            ffn=integer(config, "intermediate_size", who, least=1),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=integer(config, "head_dim", who, least=1),
+            rms_eps=number(config, "rms_norm_eps", who, 1e-6),
+            rope=RopeConfig.from_hf(config, default_theta=1e6, who=who),
+            max_context=integer(config, "max_position_embeddings", who, 32768, least=2),
+            has_attention_bias=flag(config, "attention_bias", who),
+            block_rows=integer(block, "block_size", who),  # HF's block_size counts the anchor
+            mask_id=integer(block, "mask_token_id", who),
+            target_layer_ids=ids or default_taps(layers_of_target, num_layers),
+            num_target_layers=layers_of_target,
+            attention=_layer_attention(config, nested, num_layers, who),
+            input_embedding_scale=number(block, "input_embedding_scale", who, 1.0),
+            output_multiplier=number(block, "output_multiplier", who, 1.0)
+            * (number(config, "logit_scale", who, 1.0) or 1.0),
+            soft_cap=number(block, "final_logit_softcapping", who, None) or None,  # 0: none
+            conv_taps=of_selector("conv_kernel_size"),
+            conv_group=of_selector("conv_group_size"),
+            selector_rank=of_selector("selector_rank"),
+            selector_top_k=of_selector("selector_top_k"),
+        )
+        _check_draft(draft, who)
+        return draft
+
+
+@dataclass(frozen=True, slots=True)
+class RuleConfig:
+    """A drafter without weights: `kind` is none, prompt_lookup or oracle.
+
+    `ngram` is prompt lookup's match length. `inner` is the config of the drafter whose work an
+    oracle runs before it replaces the drafts, so that a forced acceptance costs what a real one
+    does.
+    """
+
+    kind: str
+    max_drafts: int
+    ngram: int = 0
+    inner: DraftConfig | None = None
+
+    @property
+    def backbone(self) -> DraftConfig | None:
+        """Config of the layers that run, if any do."""
+        return self.inner
+
+
+def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Layer-output ids when a config names none (spec/drafters.md §1, Python's rounding)."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_layers))
+
+
+_BLOCK_KEYS = ("block_size", "mask_token_id")
+_SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DRAFTER_KINDS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
+
+
+def _drafter_kind(config: Json) -> str:
+    """Family by `architectures` (spec/checkpoints.md §1); what is not built is named."""
+    if "speculators_model_type" in config:
+        raise NotImplementedError(
+            f"drafter config: speculators format ({config['speculators_model_type']}) is not "
+            "supported, wanted z-lab or SpecForge DFlash or DFlash2"
+        )
+    found = (*items(config, "architectures", "drafter config", str), "none given")[0]
+    if found not in _DRAFTER_KINDS:
+        raise NotImplementedError(
+            f"drafter config: architecture {found!r} is not supported, wanted one of "
+            f"{', '.join(_DRAFTER_KINDS)}"
+        )
+    return _DRAFTER_KINDS[found]
+
+
+def _layer_attention(
+    config: Json, nested: Json, num_layers: int, who: str
+) -> tuple[LayerAttention, ...]:
+    """Window and causality a layer (spec/drafters.md §3.1, vLLM's priority).
+
+    A sliding layer without an explicit causality is causal in the block; a full one is not.
+    Hugging Face nulls `sliding_window` unless `use_sliding_window` is true.
+    """
+    kinds = items(config, "layer_types", who, str)
+    slides = flag(config, "use_sliding_window", who)
+    if not kinds:
+        first = integer(config, "max_window_layers", who, num_layers)
+        kinds = tuple(
+            "sliding_attention" if slides and i >= first else "full_attention"
+            for i in range(num_layers)
+        )
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise NotImplementedError(f"{who}: layer types {sorted(unknown)} are not supported")
+    if len(kinds) != num_layers:
+        raise ValueError(f"{who}: {len(kinds)} layer_types for {num_layers} layers")
+    window = integer(config, "sliding_window", who, None, least=0) if slides else None
+    window = integer(nested, "swa_window_size", who, window, least=0) or None  # 0: none
+    causal = config.get("is_causal")
+    causal = nested.get("causal") if causal is None else causal
+    slides_everywhere = flag(nested, "use_swa", who)
+
+    def one(kind: str) -> LayerAttention:
+        is_sliding = kind == "sliding_attention"
+        return LayerAttention(
+            is_causal=is_sliding if causal is None else bool(causal),
+            window=window if is_sliding or slides_everywhere else None,
+        )
+
+    return tuple(one(kind) for kind in kinds)
+
+
+def _check_draft(draft: DraftConfig, who: str) -> None:
+    """The loader checks that need the config alone (spec/checkpoints.md §6)."""
+    if draft.block_rows < 2:
+        raise ValueError(f"{who}: block_size {draft.block_rows}, wanted at least 2 (anchor, draft)")
+    if not 0 <= draft.mask_id < draft.vocab:
+        raise ValueError(
+            f"{who}: mask_token_id {draft.mask_id} is outside the vocabulary of {draft.vocab}"
+        )
+    taps = draft.target_layer_ids
+    if list(taps) != sorted(set(taps)):
+        raise ValueError(f"{who}: target_layer_ids {list(taps)} are not strictly increasing")
+    if taps[0] < -1 or taps[-1] >= draft.num_target_layers:
+        raise ValueError(
+            f"{who}: target_layer_ids {list(taps)} leave the target's layers, "
+            f"-1..{draft.num_target_layers - 1}"
+        )
+    if draft.kind != "dflash2":
+        return
+    if not 1 <= draft.selector_top_k <= 16:
+        raise ValueError(f"{who}: selector_top_k {draft.selector_top_k}, supported: 1 to 16")
+    if not 1 <= draft.conv_taps <= 4:
+        raise ValueError(f"{who}: conv_kernel_size {draft.conv_taps}, supported: 1 to 4")
+    if draft.conv_group < 1 or draft.width % draft.conv_group:
+        raise ValueError(
+            f"{who}: conv_group_size {draft.conv_group} does not divide hidden_size {draft.width}"
+        )
