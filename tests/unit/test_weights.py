@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax import download, weights
+from dflash_jax import download, draft_weights
 from dflash_jax.safetensors_io import read_file, write_file
 from dflash_jax.weights import (
     load_drafter,
@@ -419,7 +419,7 @@ def test_copies_of_the_targets_tables_are_shared_and_others_refused(pair):
 def test_a_drafter_that_is_not_there_is_said(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="drafter '.*none': no such folder"):
         load_drafter(tmp_path / "none")
-    monkeypatch.setattr(weights, "PACKAGED_DRAFTERS", ("one-we-forgot",))
+    monkeypatch.setattr(draft_weights, "PACKAGED_DRAFTERS", ("one-we-forgot",))
     with pytest.raises(FileNotFoundError, match="'one-we-forgot' is not in this build"):
         load_drafter("one-we-forgot")
 
