@@ -1,6 +1,14 @@
-"""Dispatch of every op to one of its implementations, and the checks that all ops share."""
+"""Dispatch of every op to one of its implementations, and the checks that all ops share.
+
+An op has an XLA form, which runs anywhere, and mostly a Pallas-Triton kernel beside it. `impl` says
+which of them runs, and nothing else does: "xla" the former, "pallas" the latter, "interpret" the
+latter in Pallas' interpreter (any backend), "auto" the kernel where the program is lowered for CUDA
+and the XLA form elsewhere. "auto" takes the XLA form on CUDA too for operands that a kernel does
+not serve, by the rule of shapes and dtypes that the op's docstring states.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,22 +23,87 @@ MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 FLOATS = ("bfloat16", "float16", "float32")
 
+# Triton needs tensor cores that know bf16 and asynchronous copies: Ampere, 8.0.
+_OLDEST_GPU = (8, 0)
 
-def dispatch(op: str, impl: str, xla: Callable[..., Any], *args: Any) -> Any:
-    """Run `op` on `args` by the implementation that `impl` names; never another one silently."""
-    check_impl(op, impl)
+
+def dispatch(
+    op: str,
+    impl: str,
+    kernel: Callable[..., Any] | None,
+    xla: Callable[..., Any],
+    *arrays: Any,
+    unserved: str | None = None,
+    **static: Any,
+) -> Any:
+    """Run `op` by the implementation that `impl` names; never another one silently.
+
+    Args:
+      op, impl: for messages; as the caller gave it.
+      kernel: called with (*arrays, interpret=bool, **static), or None where no kernel exists. It is
+        traced beside the XLA form even where it will not run, so wrap it in `jax.jit`, which traces
+        it once for all layers and calls of equal shapes.
+      xla: called with (*arrays, **static).
+      arrays: the op's operands, None among them for what is absent.
+      unserved: what of these operands the kernel does not serve, and what it would, in a few words.
+      static: hashable settings of both.
+    """
+    _check_name(op, impl)
     # Callers at a prompt pass NumPy arrays, which have no `.at`.
-    return xla(*(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args))
+    operands = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
+    served = kernel is not None and unserved is None
+    if impl == "xla" or (impl == "auto" and not served):
+        return xla(*operands, **static)
+    if kernel is None or unserved is not None:
+        why = unserved or "has no kernel to run"
+        raise NotImplementedError(f"{op}: impl={impl!r} {why}, supported are 'auto' and 'xla'")
+    if impl == "interpret":
+        return kernel(*operands, interpret=True, **static)
+    _check_gpu(op, impl)
+    compiled = partial(kernel, interpret=False, **static)
+    if impl == "pallas":
+        return compiled(*operands)
+    return lax.platform_dependent(*operands, cuda=compiled, default=partial(xla, **static))
 
 
 def check_impl(op: str, impl: str) -> None:
-    """Raise unless `impl` names an implementation that there is."""
+    """Raise unless `impl` names an implementation that this process can run."""
+    _check_name(op, impl)
+    _check_gpu(op, impl)
+
+
+def _check_name(op: str, impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl is {impl!r}, wanted one of {', '.join(map(repr, IMPLS))}")
-    if impl in ("pallas", "interpret"):
+
+
+def _check_gpu(op: str, impl: str) -> None:
+    """Raise where kernels would be compiled for a device that cannot run them.
+
+    Under an abstract mesh of a GPU the program is for that one, whatever this machine has.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if impl not in ("auto", "pallas") or getattr(mesh, "abstract_device", None) is not None:
+        return
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        if impl == "pallas":
+            raise NotImplementedError(
+                f"{op}: impl='pallas' needs a CUDA device and this process has {device.platform}, "
+                "supported here are 'auto', 'xla' and 'interpret'"
+            )
+        return
+    generation = str(getattr(device, "compute_capability", ""))
+    if generation and tuple(map(int, generation.split("."))) < _OLDEST_GPU:
         raise NotImplementedError(
-            f"{op}: impl={impl!r} has no kernel to run, supported are 'auto' and 'xla'"
+            f"{op}: kernels need compute capability {'.'.join(map(str, _OLDEST_GPU))} and "
+            f"{device.device_kind} has {generation}, supported here are 'xla' and 'interpret'"
         )
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`; Triton's blocks have such sizes."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def show(x: Any) -> str:

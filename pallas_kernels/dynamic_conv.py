@@ -37,7 +37,7 @@ def dynamic_conv(x, dyn, base, *, impl: str = "auto") -> jax.Array:
         raise ValueError(f"{op}: dyn has {taps} taps, wanted 1 to {MAX_TAPS}")
     if groups < 1 or e % groups:
         raise ValueError(f"{op}: x has {e} channels, not a multiple of the {groups} groups of dyn")
-    return dispatch(op, impl, dynamic_conv_xla, x, dyn, base)
+    return dispatch(op, impl, None, dynamic_conv_xla, x, dyn, base)
 
 
 def dynamic_conv_xla(x, dyn, base) -> jax.Array:

@@ -82,8 +82,9 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"{op}: window is {window}, wanted at least 1 or None")
     scale = d**-0.5 if scale is None else scale
-    operands = (q, k_pool, v_pool, block_table, args, is_causal, window, scale)
-    return dispatch(op, impl, paged_attention_xla, *operands)
+    operands = (q, k_pool, v_pool, block_table, args)
+    static = {"is_causal": is_causal, "window": window, "scale": scale}
+    return dispatch(op, impl, None, paged_attention_xla, *operands, **static)
 
 
 def paged_attention_xla(

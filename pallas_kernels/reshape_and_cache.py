@@ -42,7 +42,7 @@ def reshape_and_cache(
     check_shape(op, "slots", slots, (n,))
     check_dtype(op, "slots", slots, jnp.int32)
     check_float(op, k=k, v=v)
-    return dispatch(op, impl, reshape_and_cache_xla, k, v, k_pool, v_pool, slots)
+    return dispatch(op, impl, None, reshape_and_cache_xla, k, v, k_pool, v_pool, slots)
 
 
 def reshape_and_cache_xla(k, v, k_pool, v_pool, slots) -> tuple[jax.Array, jax.Array]:

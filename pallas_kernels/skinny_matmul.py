@@ -37,7 +37,7 @@ def skinny_matmul(x, w, *, residual=None, out_dtype=None, impl: str = "auto") ->
                 f"{op}: residual is {jnp.result_type(residual).name} and out_dtype "
                 f"{out_dtype.name}, wanted both {dtype.name} as x"
             )
-    return dispatch(op, impl, skinny_matmul_xla, x, w, residual, out_dtype)
+    return dispatch(op, impl, None, skinny_matmul_xla, x, w, residual, out_dtype=out_dtype)
 
 
 def skinny_matmul_swiglu(x, w_gate_up, *, impl: str = "auto") -> jax.Array:
@@ -57,7 +57,7 @@ def skinny_matmul_swiglu(x, w_gate_up, *, impl: str = "auto") -> jax.Array:
     out = _check_operands(op, x, w_gate_up, "w_gate_up")[1]
     if out % 2:
         raise ValueError(f"{op}: w_gate_up has {out} rows, wanted gate and up, so an even number")
-    return dispatch(op, impl, skinny_matmul_swiglu_xla, x, w_gate_up)
+    return dispatch(op, impl, None, skinny_matmul_swiglu_xla, x, w_gate_up)
 
 
 def skinny_matmul_xla(x, w, residual=None, out_dtype=None) -> jax.Array:

@@ -46,7 +46,7 @@ def top16(
     vocab = _check_vocab(op, logits, vocab)
     if not 1 <= k <= min(CANDIDATES, vocab):
         raise ValueError(f"{op}: k is {k}, wanted 1 to {min(CANDIDATES, vocab)}")
-    return dispatch(op, impl, top16_xla, logits, k, vocab)
+    return dispatch(op, impl, None, top16_xla, logits, k=k, vocab=vocab)
 
 
 def top16_xla(logits, k: int, vocab: int) -> tuple[jax.Array, jax.Array]:
@@ -126,8 +126,8 @@ def selector_walk(
         raise ValueError(f"{op}: vals is {show(vals)}, wanted at least one draft row")
     if not 1 <= k <= CANDIDATES:
         raise ValueError(f"{op}: k is {k}, wanted 1 to {CANDIDATES}")
-    args = (anchor, vals, ids, hproj, predecessor, successor, k)
-    return dispatch(op, impl, selector_walk_xla, *args)
+    arrays = (anchor, vals, ids, hproj, predecessor, successor)
+    return dispatch(op, impl, None, selector_walk_xla, *arrays, k=k)
 
 
 def selector_walk_xla(
