@@ -50,11 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.command == "cache":
+        return _cache(args)
     if args.command == "decode":
         args.requests = _requests(args)
     from dflash_jax import commands
 
     return commands.run(args)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from dflash_jax import executable_cache
+
+    try:
+        executable_cache.report(clears=args.clear)
+    except OSError as error:
+        return _say(f"cache: {error.filename}: {error.strerror}", 1)
+    return 0
 
 
 def _say(message: object, code: int) -> int:
@@ -79,6 +91,10 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "plan", "print sizes and memory of a decode", "nothing is allocated or compiled"
     )
     _add_models(plan)
+    cache = _command(
+        commands, "cache", "show what compiling left on disk", "downloaded models are not counted"
+    )
+    cache.add_argument("--clear", action="store_true", help="remove it; models stay")
     return parser
 
 

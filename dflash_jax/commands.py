@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from dflash_jax import certificate, engine, memory, models
 from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
-from dflash_jax.download import cache_folder
+from dflash_jax.executable_cache import keep_executables
 from dflash_jax.fixed import Fixed
 from dflash_jax.job import context_for, sizes_for
 from dflash_jax.models import Models
@@ -29,7 +28,7 @@ from pallas_kernels import check_impl
 
 def run(args: argparse.Namespace) -> int:
     """Run the command that `cli` parsed and return its exit code."""
-    _keep_executables()
+    keep_executables()
     try:
         with _fitting():
             check_impl(args.command, args.impl)
@@ -39,13 +38,6 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
         print(f"dflash: {_sentence(error)}", file=sys.stderr)
         return 1
-
-
-def _keep_executables() -> None:
-    """Compiled programs outlive the process; the user's own setting wins."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "executables"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @contextmanager

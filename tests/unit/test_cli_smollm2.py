@@ -37,7 +37,7 @@ DRAFTERS = ("prompt_lookup", *filter(is_shipped, OUR_DRAFTERS))
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_it_answers_in_english_and_the_certificate_holds(capsys, monkeypatch, tmp_path, drafter):
-    monkeypatch.setattr(commands, "_keep_executables", lambda: None)  # a setting of the process
+    monkeypatch.setattr(commands, "keep_executables", lambda: None)  # a setting of the process
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
     arguments = ["--prompts", str(path), "--drafter", drafter, "--batch", "2", "--check"]
