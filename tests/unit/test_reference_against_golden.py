@@ -8,8 +8,10 @@ reproduce those to f32 storage precision.
 import numpy as np
 
 from tests.golden.manifest import check_of, parametrize_cases
-from tests.reference import dflash2, loop
+from tests.reference import dflash2, dspark, loop
+from tests.reference.checkpoint import read_config, read_tensors
 from tests.reference.dense_target import DenseTarget
+from tests.reference.mtp import MtpHead
 
 # f64 results are stored as f32: half a unit in the last place of numbers up to 16.
 STORED_F64_ATOL = 1e-6
@@ -187,6 +189,111 @@ def check_steps(steps, want):
         close(step.verify_logits[:, ::8], logits, UNSTATED_ATOL, f"verify logits of step {s}")
 
 
+def check_dspark_forward(case, arrays):
+    """Blocks at each committed length; every row of one is a draft."""
+    target = DenseTarget.load(case.target_folder)
+    drafter = dspark.DSpark.load(case.draft_folder, target.embedding, target.head)
+    fed = 0
+    for s, start in enumerate(int(length) for length in arrays["schedule"]):
+        got = dspark_step(drafter, arrays, fed, start)
+        prefix = f"step{s}."
+        for name in (name for name in arrays if name.startswith(prefix)):
+            check_dspark_array(case, name.removeprefix(prefix), got, arrays[name][0])
+        fed = start
+
+
+def dspark_step(drafter, arrays, fed, start):
+    """Everything that a golden step of DSpark may hold, under its names."""
+    anchor = arrays["ids"][0, start]
+    fc_out, context = drafter.fuse(arrays["target_features"][0, :start].astype(np.float64))
+    got = {"fc_out": fc_out[fed:], "ctx": context[fed:]}
+    got["block_ids"] = drafter.block_ids(anchor, drafter.config.block_rows)
+    hidden = got["final_hidden"] = drafter.forward(got["block_ids"], context, got)
+    decided = drafter.chain(hidden, anchor)
+    return got | {
+        "base_logits": drafter.logits(hidden),
+        "markov_bias": decided.bias,
+        "corrected_logits": decided.logits,
+        "draft_ids": decided.drafts,
+        "confidence_logits": drafter.confidence_logits(hidden, decided.latents),
+    }
+
+
+def check_dspark_array(case, name, got, want):
+    scores = ("base_logits", "markov_bias", "corrected_logits", "confidence_logits")
+    if name.removesuffix("_f64ref") not in scores:
+        check_draft_array(case, name, got, want)
+    elif name.endswith("_f64ref"):
+        close(got[name.removesuffix("_f64ref")], want, STORED_F64_ATOL, name)
+    else:
+        close(got[name], want, case.atol("logits"), name)
+
+
+def check_dspark_modules(case, arrays):
+    """Each Markov head: forced predecessors, one step alone, and the greedy chain."""
+    for kind in ("vanilla", "gated", "rnn"):
+        own = {n.removeprefix(f"{kind}."): a for n, a in arrays.items() if n.startswith(f"{kind}.")}
+        prefix = "param."
+        head = {n.removeprefix(prefix): a.astype(float) for n, a in own.items() if prefix in n}
+        atol = max(case.atol(kind), UNSTATED_ATOL)
+        for b, anchor in enumerate(own["first_prev_token"]):
+            base, hidden = own["base_logits"][b].astype(float), own["hidden"][b].astype(float)
+            greedy = dspark.chain(base, hidden, anchor, head)
+            np.testing.assert_array_equal(greedy.drafts, own["greedy_tokens"][b], err_msg=kind)
+            close(greedy.logits, own["greedy_corrected_logits"][b], atol, kind)
+            forced = dspark.chain(base, hidden, -1, head, forced=own["teacher_prev_tokens"][b])
+            close(forced.logits, own["teacher_forced_logits"][b], atol, kind)
+            close(forced.bias[0], own["stateless_step_bias_row0"][b], atol, kind)
+
+
+def check_dspark_spec_generate(case, arrays):
+    """A run cut by confidence and one cut by a stop, which the library's tests add the others to.
+
+    The last blocks of a budget are full in the recorded loop and cut in ours.
+    """
+    target = DenseTarget.load(case.target_folder)
+    drafter = dspark.DSpark.load(case.draft_folder, target.embedding, target.head)
+    rows = drafter.config.block_rows
+    for run in ("run1", "run3"):
+        want = {n.removeprefix(f"{run}."): a for n, a in arrays.items() if n.startswith(f"{run}.")}
+        threshold = float(want["confidence_threshold"][0])
+        got = loop.generate(
+            target.forward,
+            want["prompt"][0],
+            int(want["max_new_tokens"][0]),
+            propose=lambda *args, threshold=threshold: drafter.propose(*args, threshold),
+            num_drafts=rows,
+            tap_ids=drafter.config.target_layer_ids,
+            stop_ids=set(want["stop_ids"].tolist()),
+        )
+        assert got.output_ids == want["output_ids"][0].tolist()
+        end = want["prompt"].size + int(want["max_new_tokens"][0])
+        full = int(np.sum(want["start"] + rows + 1 <= end))
+        assert full > 0
+        check_steps(got.steps[:full], {n: a[:full] for n, a in want.items()})
+
+
+def check_mtp(case, arrays):
+    """Teacher-forced steps, each over the rows of the one before, and a greedy chain."""
+    config, tensors = read_config(case.target_folder), read_tensors(case.target_folder)
+    embedding = next(x for n, x in tensors.items() if n.endswith("embed_tokens.weight"))
+    head = MtpHead(config, tensors, embedding, tensors.get("lm_head.weight", embedding))
+    ids, hidden = arrays["input_ids"][0], arrays["target_hidden_post_final_norm"][0].astype(float)
+    steps = case.meta["K"]
+    rows = len(ids) - steps - 1
+    out = hidden[:rows]
+    for k in range(steps):
+        out = head.forward(out, ids[k + 1 : k + 1 + rows])
+        close(out, arrays[f"step{k}.hidden"][0], stated_error(case, "hidden"), f"step {k}")
+        logits = arrays[f"step{k}.logits"][0]
+        close(head.logits(out), logits, stated_error(case, "logits"), f"step {k} logits")
+    chain = [*ids, arrays["chain.anchor"][0, 0]]
+    drafts, outs, logits = head.draft(hidden, chain, arrays["chain.draft_ids"].shape[1])
+    np.testing.assert_array_equal(drafts, arrays["chain.draft_ids"][0])
+    close(outs, arrays["chain.hidden"][0], stated_error(case, "hidden"), "chain")
+    close(logits, arrays["chain.logits"][0], stated_error(case, "logits"), "chain logits")
+
+
 CHECKS = {
     "target": check_target,
     "target_trained": check_target_trained,
@@ -195,4 +302,8 @@ CHECKS = {
     "dflash2_modules": check_modules,
     "dflash_spec_generate": check_spec_generate,
     "dflash2_spec_generate": check_spec_generate,
+    "dspark_forward": check_dspark_forward,
+    "dspark_modules": check_dspark_modules,
+    "dspark_spec_generate": check_dspark_spec_generate,
+    "mtp": check_mtp,
 }
