@@ -1,4 +1,4 @@
-"""Dense Qwen3 and Llama targets: the whole sequence at once, no cache (spec/checkpoints.md §5).
+"""Dense, Qwen3-MoE and Llama targets: whole sequences, no cache (spec/checkpoints.md §5).
 
 Recomputing everything for every call is slow and cannot be stale, which is what an oracle is for.
 """
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.reference import layers
+from tests.reference import layers, moe
 from tests.reference.checkpoint import read_config, read_tensors
 
 
@@ -51,17 +51,29 @@ class DenseTarget:
         for i in range(self.config["num_hidden_layers"]):
             x = self._layer(i, x, positions)
             hidden.append(x)
-        normed = layers.rms_norm(x, self.weights["model.norm.weight"], self.eps)
+        normed = layers.rms_norm(x, self._scale(self.weights["model.norm.weight"]), self.eps)
         return TargetOutput(normed @ self.head.T, hidden, normed)
 
     def _layer(self, i, x, positions):
         prefix = f"model.layers.{i}"
-        x = x + self._attention(f"{prefix}.self_attn", self._norm(x, prefix, "input"), positions)
-        post = self._norm(x, prefix, "post_attention")
-        return x + layers.swiglu(post, self.weights, f"{prefix}.mlp")
+        x = x + self._mixer(i, self._norm(x, prefix, "input"), positions)
+        return x + self._feed_forward(f"{prefix}.mlp", self._norm(x, prefix, "post_attention"))
+
+    def _mixer(self, i, x, positions):
+        return self._attention(f"model.layers.{i}.self_attn", x, positions)
+
+    def _feed_forward(self, prefix, x):
+        if moe.is_sparse(self.weights, prefix):
+            return moe.feed_forward(x, self.weights, prefix, self.config)
+        return layers.swiglu(x, self.weights, prefix)
 
     def _norm(self, x, prefix, which):
-        return layers.rms_norm(x, self.weights[f"{prefix}.{which}_layernorm.weight"], self.eps)
+        weight = self.weights[f"{prefix}.{which}_layernorm.weight"]
+        return layers.rms_norm(x, self._scale(weight), self.eps)
+
+    def _scale(self, weight):
+        """What a norm multiplies by."""
+        return weight
 
     def _attention(self, prefix, x, positions):
         q = layers.rotate(self._heads(x, prefix, "q"), positions, *self.rope)
@@ -75,4 +87,4 @@ class DenseTarget:
         y = layers.linear(x, self.weights, f"{prefix}.{which}_proj")
         y = y.reshape(len(x), -1, self.head_dim)
         norm = self.weights.get(f"{prefix}.{which}_norm.weight")
-        return y if norm is None else layers.rms_norm(y, norm, self.eps)
+        return y if norm is None else layers.rms_norm(y, self._scale(norm), self.eps)
