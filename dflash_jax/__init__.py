@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     )
     from dflash_jax.engine import generate, start, stream
     from dflash_jax.fixed import Fixed, plan
-    from dflash_jax.loop import DecodeOptions, decode, decode_autoregressive, prefill, step
+    from dflash_jax.loop import decode, decode_autoregressive, prefill, step
+    from dflash_jax.options import DecodeOptions
     from dflash_jax.params import Params
     from dflash_jax.scratch import DflashScratch, init_scratch
     from dflash_jax.state import Buffers, DecodeState, init_buffers, init_state
@@ -31,7 +32,8 @@ _HOME = {
     "drafters": ("Proposal", "no_drafter", "oracle_drafter", "prompt_lookup_drafter"),
     "engine": ("generate", "start", "stream"),
     "fixed": ("Fixed", "plan"),
-    "loop": ("DecodeOptions", "decode", "decode_autoregressive", "prefill", "step"),
+    "loop": ("decode", "decode_autoregressive", "prefill", "step"),
+    "options": ("DecodeOptions",),
     "params": ("Params",),
     "scratch": ("DflashScratch", "init_scratch"),
     "state": ("Buffers", "DecodeState", "init_buffers", "init_state"),

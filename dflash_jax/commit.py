@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax import drafters
+from dflash_jax.drafters.proposal import CommittedRows
 from dflash_jax.fixed import Fixed
 from dflash_jax.metadata import slots_at
 from dflash_jax.params import Params
@@ -32,15 +33,16 @@ def commit(
     is_new = offset < count[:, None]  # [B, R]
     positions = state.seq_lens[:, None] + offset
     slots = jnp.where(is_new, slots_at(buffers.meta.block_table, positions, fixed.page_size), -1)
-    buffers, scratch = drafters.get(params.draft).advance(
-        params.draft,
+    rows = CommittedRows(
+        verification.tokens.reshape(-1),
+        verification.committed.reshape(-1),
         verification.features,
+        verification.hidden,
         positions.reshape(-1),
         slots.reshape(-1),
-        buffers,
-        scratch,
-        fixed=fixed,
-        impl=impl,
+    )
+    buffers, scratch = drafters.get(params.draft).advance(
+        params, rows, buffers, scratch, fixed=fixed, impl=impl
     )
     last = jnp.maximum(count - 1, 0)[:, None]
     anchor = jnp.take_along_axis(verification.committed, last, axis=1)[:, 0]

@@ -18,7 +18,8 @@ import numpy as np
 
 from dflash_jax.fixed import Fixed, plan
 from dflash_jax.job import Job, Prompt, Tracked, prepare
-from dflash_jax.loop import DecodeOptions, FirstToken
+from dflash_jax.loop import FirstToken
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.run import DecodeError, fresh_carriers, prefill_batch, run
 from dflash_jax.scratch import DflashScratch

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
 from dflash_jax.fixed import Fixed, plan
-from dflash_jax.loop import DecodeOptions
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.shapes import check_integers
 from dflash_jax.state import MAX_STOP_IDS, Status
@@ -240,13 +240,17 @@ def _stop_ids(eos_ids: Sequence[int], vocab: int) -> tuple[int, ...]:
     return ids
 
 
-def chunks(job: Job, one: Tracked) -> Iterator[tuple[np.ndarray, int]]:
-    """A prompt in padded chunks (i32[size], real tokens): full ones, then the rest's bucket."""
+def chunks(job: Job, one: Tracked) -> Iterator[tuple[np.ndarray, int, int]]:
+    """A prompt in padded chunks: full ones, then the rest's bucket.
+
+    Yields i32[size], how many of them are real, and the token behind them, -1 behind the last.
+    """
     most = min(PREFILL_CHUNK, 1 << (job.fixed.max_rows.bit_length() - 1))
     for start in range(0, len(one.prompt), most):
         part = one.prompt[start : start + most]
         size = min(power_of_two(len(part), MIN_BUCKET), most)
-        yield np.pad(part, (0, size - len(part))), len(part)
+        behind = one.prompt[start + most : start + most + 1]
+        yield np.pad(part, (0, size - len(part))), len(part), int(behind[0]) if behind.size else -1
 
 
 def power_of_two(value: int, least: int) -> int:

@@ -7,7 +7,6 @@ Plain decoding is the same executable with no draft kept (design.md §4).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,10 +17,11 @@ from jax import lax
 import pallas_kernels as pk
 from dflash_jax import drafters
 from dflash_jax.commit import commit, write_tokens
-from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState, Status
@@ -33,18 +33,6 @@ from dflash_jax.verify import (
     target_rows,
     verify,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOptions:
-    """Static choices of a decode that are not shapes of carriers.
-
-    cycles: most steps a dispatch. impl: of the kernels. certify: hash the logits of each row.
-    """
-
-    cycles: int = 8
-    impl: str = "auto"
-    certify: bool = False
 
 
 class FirstToken(NamedTuple):
@@ -95,7 +83,7 @@ def prefill(
     tokens: jax.Array,
     num_tokens: jax.Array,
     sequence: jax.Array,
-    is_last: jax.Array,
+    following: jax.Array,
     state: DecodeState,
     buffers: Buffers,
     scratch: DflashScratch,
@@ -112,7 +100,8 @@ def prefill(
       tokens: i32[T] prompt tokens, T a bucket of at most `fixed.max_rows`.
       num_tokens: i32[] of them that are real.
       sequence: i32[] index in the batch.
-      is_last: bool[]; the last chunk samples the anchor, which counts as the first new token.
+      following: i32[] the prompt's token behind this chunk; -1 behind the last one, which samples
+        the anchor, the first new token.
       state, buffers, scratch: donated.
 
     Raises:
@@ -130,19 +119,15 @@ def prefill(
     hidden, features, buffers = target_rows(
         params, tokens, meta, indirect_args(start, count), buffers, impl=impl
     )
-    buffers, scratch = drafters.get(params.draft).advance(
-        params.draft,
-        features,
-        meta.positions,
-        meta.slot_mapping,
-        buffers,
-        scratch,
-        fixed=fixed,
-        impl=impl,
-    )
     last_row = lax.dynamic_slice_in_dim(hidden, num_tokens - 1, 1, axis=0)
     logits = logits_of(last_row, params.target.lm_head, impl=impl)  # f32[1, V]
     first = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)[0]
+    is_last = following < 0
+    next_tokens = jnp.roll(tokens, -1).at[num_tokens - 1].set(jnp.where(is_last, first, following))
+    rows = CommittedRows(tokens, next_tokens, features, hidden, meta.positions, meta.slot_mapping)
+    buffers, scratch = drafters.get(params.draft).advance(
+        params, rows, buffers, scratch, fixed=fixed, impl=impl
+    )
     is_finite = finite_rows(logits, params.target.config.real_vocab)[0]
     state = _after_prefill(state, sequence, tokens, num_tokens, first, is_finite, is_last)
     out = FirstToken(
@@ -194,16 +179,16 @@ def _step(
     options: DecodeOptions,
 ) -> tuple[StepOutput, DecodeState, Buffers, DflashScratch]:
     """Propose, verify, commit."""
-    static = {"fixed": fixed, "impl": options.impl}
+    static = {"fixed": fixed, "options": options}
     num_rows = rows_to_run(state, fixed)
     drafter = drafters.get(params.draft)
     propose = drafter.propose if fixed.num_drafts else drafters.propose_nothing
     proposal, buffers, scratch = propose(params, state, num_rows, buffers, scratch, **static)
     scratch = _record_block(scratch, state, proposal)
-    verification, buffers = verify(
-        params, proposal, num_rows, state, buffers, certify=options.certify, **static
+    verification, buffers = verify(params, proposal, num_rows, state, buffers, **static)
+    state, buffers, scratch = commit(
+        params, verification, state, buffers, scratch, fixed=fixed, impl=options.impl
     )
-    state, buffers, scratch = commit(params, verification, state, buffers, scratch, **static)
     return StepOutput(proposal, verification), state, buffers, scratch
 
 

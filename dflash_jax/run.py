@@ -64,9 +64,9 @@ def _compile(job: Job, sequences: Sequence[Tracked], carriers: Carriers) -> None
     start = time.perf_counter()
     static = {"fixed": job.fixed, "options": job.options}
     compiled = []
-    for size in sorted({len(chunk) for one in sequences for chunk, _ in chunks(job, one)}):
+    for size in sorted({len(chunk) for one in sequences for chunk, *_ in chunks(job, one)}):
         job.progress(f"compiling prefill of {size} tokens")
-        chunk = _prefill_arguments(np.zeros(size, np.int32), 1, 0, True)
+        chunk = _prefill_arguments(np.zeros(size, np.int32), 1, 0, -1)
         compiled.append(loop.prefill.lower(job.params, *chunk, *carriers, **static).compile())
     if any(one.budget > 1 for one in sequences):
         job.progress("compiling decode")
@@ -116,8 +116,8 @@ def _load_batch(
     return state, buffers.replace(meta=buffers.meta.replace(block_table=table))
 
 
-def _prefill_arguments(tokens: np.ndarray, count: int, row: int, is_last: bool) -> tuple[Any, ...]:
-    return tokens, np.int32(count), np.int32(row), np.bool_(is_last)
+def _prefill_arguments(tokens: np.ndarray, count: int, row: int, following: int) -> tuple[Any, ...]:
+    return tokens, np.int32(count), np.int32(row), np.int32(following)
 
 
 def _run_batch(
@@ -159,11 +159,10 @@ def prefill_batch(
     firsts = []
     for row, one in enumerate(members):
         one.started = time.perf_counter()
-        parts = list(chunks(job, one))
-        for number, (tokens, count) in enumerate(parts, start=1):
+        for tokens, count, following in chunks(job, one):
             first, *rest = loop.prefill(
                 job.params,
-                *_prefill_arguments(tokens, count, row, number == len(parts)),
+                *_prefill_arguments(tokens, count, row, following),
                 *carriers,
                 fixed=job.fixed,
                 options=job.options,

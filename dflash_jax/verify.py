@@ -13,6 +13,7 @@ from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.state import Buffers, DecodeState, Status
 
@@ -27,7 +28,9 @@ class Verification(NamedTuple):
     num_committed: jax.Array  # i32[B] accepted drafts and bonus, cut at a stop and by the budget
     num_rows: jax.Array  # i32[B] rows verified
     status: jax.Array  # i32[B] after the step
+    tokens: jax.Array  # i32[B, R] what stood in the rows: anchor and drafts
     features: jax.Array  # [N, M*E] of all rows
+    hidden: jax.Array  # [N, E] of all rows
     hashes: jax.Array | None  # u32[B, R] of each row's logits, if certified
 
 
@@ -39,8 +42,7 @@ def verify(
     buffers: Buffers,
     *,
     fixed: Fixed,
-    impl: str = "auto",
-    certify: bool = False,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Verification, Buffers]:
     """Run anchor and drafts through the target and accept the leading drafts it agrees with.
 
@@ -50,7 +52,7 @@ def verify(
       num_rows: i32[B] rows the step may take: anchor and kept drafts, 0 for a finished sequence.
       state: DecodeState.
       buffers: donated; target pools, `logits`, `verify_batch_tokens` and the step arrays change.
-      certify: also hash each row's logits.
+      options: `certify` also hashes each row's logits.
     """
     rows = jnp.minimum(num_rows, proposal.num_proposed + 1)
     meta = rows_metadata(
@@ -58,9 +60,14 @@ def verify(
     )
     tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, R]
     hidden, features, buffers = target_rows(
-        params, tokens.reshape(-1), meta, indirect_args(state.seq_lens, rows), buffers, impl=impl
+        params,
+        tokens.reshape(-1),
+        meta,
+        indirect_args(state.seq_lens, rows),
+        buffers,
+        impl=options.impl,
     )
-    logits = logits_of(hidden, params.target.lm_head, impl=impl)  # f32[N, V]
+    logits = logits_of(hidden, params.target.lm_head, impl=options.impl)  # f32[N, V]
     choice = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)
     buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=choice)
     committed = choice.reshape(fixed.batch, fixed.verify_rows)
@@ -69,9 +76,11 @@ def verify(
     num_committed, status = _cut(
         committed, is_finite, jnp.where(rows > 0, num_accepted + 1, 0), state
     )
-    hashes = logit_hash(logits).reshape(committed.shape) if certify else None
+    hashes = logit_hash(logits).reshape(committed.shape) if options.certify else None
     return (
-        Verification(committed, num_accepted, num_committed, rows, status, features, hashes),
+        Verification(
+            committed, num_accepted, num_committed, rows, status, tokens, features, hidden, hashes
+        ),
         buffers,
     )
 
@@ -80,27 +89,15 @@ def target_rows(
     params: Params, tokens: jax.Array, meta, args: jax.Array, buffers: Buffers, *, impl: str
 ) -> tuple[jax.Array, jax.Array, Buffers]:
     """Run i32[N] tokens through the target: hidden rows [N, E], features [N, M*E], buffers."""
-    depth = len(params.target.layers)
-    out = targets.forward(
-        params.target,
-        tokens,
-        meta,
-        args,
-        buffers.k_pools[:depth],
-        buffers.v_pools[:depth],
-        taps=params.taps,
-        impl=impl,
-    )
+    out = targets.forward(params.target, tokens, meta, args, buffers, taps=params.taps, impl=impl)
 
     def lead(field: jax.Array, rows: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(field, rows, 0, axis=0)
 
-    buffers = buffers.replace(
+    buffers = out.buffers.replace(
         hidden=lead(buffers.hidden, out.hidden),
         residual=lead(buffers.residual, out.residual),
         tokens=lead(buffers.tokens, tokens),
-        k_pools=out.k_pools + buffers.k_pools[depth:],
-        v_pools=out.v_pools + buffers.v_pools[depth:],
     )
     return out.hidden, out.features, buffers
 

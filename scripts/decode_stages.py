@@ -26,6 +26,7 @@ from dflash_jax import drafters
 from dflash_jax.commit import commit
 from dflash_jax.drafters import Proposal
 from dflash_jax.loop import rows_to_run
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.verify import verify
 
@@ -37,7 +38,13 @@ def _propose_turns(params, state, buffers, scratch, *, fixed, impl):
     def turn(_, carry):
         state, buffers, scratch = carry
         proposal, buffers, scratch = drafters.get(params.draft).propose(
-            params, state, rows_to_run(state, fixed), buffers, scratch, fixed=fixed, impl=impl
+            params,
+            state,
+            rows_to_run(state, fixed),
+            buffers,
+            scratch,
+            fixed=fixed,
+            options=DecodeOptions(impl=impl),
         )
         return state.replace(anchor=proposal.tokens[:, 0]), buffers, scratch
 
@@ -50,7 +57,13 @@ def _verify_turns(params, state, buffers, scratch, *, fixed, impl):
         state, buffers, drafts, _ = carry
         rows = rows_to_run(state, fixed)
         found, buffers = verify(
-            params, Proposal(drafts, rows - 1), rows, state, buffers, fixed=fixed, impl=impl
+            params,
+            Proposal(drafts, rows - 1),
+            rows,
+            state,
+            buffers,
+            fixed=fixed,
+            options=DecodeOptions(impl=impl),
         )
         state = state.replace(anchor=found.committed[:, 0])
         return state, buffers, found.committed[:, 1:], found.features

@@ -278,8 +278,8 @@ def prefill(
             part = np.zeros(bucket, np.int32)
             ids = one.prompt[begin : begin + real]
             part[: len(ids)] = ids
-            is_last = np.bool_(begin + real >= len(one.prompt))
-            where = np.int32(len(ids)), np.int32(row), is_last
+            following = [*one.prompt[begin + real : begin + real + 1], -1][0]
+            where = np.int32(len(ids)), np.int32(row), np.int32(following)
             first, *rest = loop.prefill(params, part, *where, *at, fixed=fixed, options=OPTIONS)
             at = tuple(rest)
         firsts.append(jax.device_get(first))

@@ -14,10 +14,11 @@ from dflash_jax.config import RuleConfig
 from dflash_jax.drafters import backbone, dflash, dflash2, oracle, prompt_lookup
 from dflash_jax.drafters.oracle import oracle_drafter
 from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
-from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.params import DraftParams, Params, RuleParams
 
 __all__ = [
+    "CommittedRows",
     "Drafter",
     "Proposal",
     "get",
@@ -29,9 +30,9 @@ __all__ = [
 
 class Drafter(NamedTuple):
     """propose(params, state, num_rows, buffers, scratch) -> Proposal, buffers, scratch;
-    advance(draft, features, positions, slots, buffers, scratch) -> buffers, scratch.
+    advance(params, rows: CommittedRows, buffers, scratch) -> buffers, scratch.
 
-    Both take `fixed` and `impl` as static keywords.
+    Static keywords are `fixed` and `options` of propose, `fixed` and `impl` of advance.
     """
 
     propose: Callable
@@ -43,12 +44,12 @@ def no_drafter() -> RuleParams:
     return RuleParams(None, None, None, RuleConfig("none", 0))
 
 
-def _keep_context(draft, features, positions, slots, buffers, scratch, *, fixed, impl="auto"):
+def _keep_context(params, rows, buffers, scratch, *, fixed, impl="auto"):
     """A drafter without context of its own has nothing to advance."""
     return buffers, scratch
 
 
-def propose_nothing(params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
+def propose_nothing(params, state, num_rows, buffers, scratch, *, fixed, options):
     """A step of one row: no drafter, or one that is asked for no draft."""
     tokens = jnp.zeros((fixed.batch, fixed.num_drafts), jnp.int32)
     return Proposal(tokens, jnp.zeros_like(num_rows)), buffers, scratch
@@ -78,18 +79,19 @@ def get(draft: DraftParams | RuleParams) -> Drafter:
 def _with_inner(outer: Drafter, inner: Drafter) -> Drafter:
     """Run `inner` for its work and its scratch, then let `outer` choose the drafts."""
 
-    def propose(params: Params, state, num_rows, buffers, scratch, *, fixed, impl="auto"):
-        bare = params.replace(draft=cast(RuleParams, params.draft).inner)
+    def bare(params: Params) -> Params:
+        return params.replace(draft=cast(RuleParams, params.draft).inner)
+
+    def propose(params: Params, state, num_rows, buffers, scratch, *, fixed, options):
+        static = {"fixed": fixed, "options": options}
         guess, buffers, scratch = inner.propose(
-            bare, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
+            bare(params), state, num_rows, buffers, scratch, **static
         )
         # The barrier keeps the inner drafts alive: a benchmark must pay for them.
         guess, num_rows = jax.lax.optimization_barrier((guess, num_rows))
-        return outer.propose(params, state, num_rows, buffers, scratch, fixed=fixed, impl=impl)
+        return outer.propose(params, state, num_rows, buffers, scratch, **static)
 
-    def advance(draft, features, positions, slots, buffers, scratch, *, fixed, impl="auto"):
-        return inner.advance(
-            draft.inner, features, positions, slots, buffers, scratch, fixed=fixed, impl=impl
-        )
+    def advance(params: Params, rows, buffers, scratch, *, fixed, impl="auto"):
+        return inner.advance(bare(params), rows, buffers, scratch, fixed=fixed, impl=impl)
 
     return Drafter(propose, advance)

@@ -5,16 +5,19 @@ are written once, when the token is committed (`fuse_context`). Block rows write
 them for the length of one propose; the next context rows overwrite those (spec/drafters.md §3).
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.config import DraftConfig, LayerAttention
+from dflash_jax.drafters.proposal import CommittedRows
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import apply_rope, embed, linear, rms_norm, rope_angles, split_qkv
 from dflash_jax.metadata import AttnMetadata, indirect_args, rows_metadata
 from dflash_jax.paged_kv import write_and_attend
-from dflash_jax.params import ConvParams, DraftParams, LayerParams, TargetParams
+from dflash_jax.params import ConvParams, DraftParams, LayerParams, Params, TargetParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.shapes import check_shape
 from dflash_jax.state import Buffers, DecodeState
@@ -44,10 +47,8 @@ def _lead(field: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def fuse_context(
-    params: DraftParams,
-    features: jax.Array,
-    positions: jax.Array,
-    slots: jax.Array,
+    params: Params,
+    rows: CommittedRows,
     buffers: Buffers,
     scratch: DflashScratch,
     *,
@@ -57,22 +58,21 @@ def fuse_context(
     """Turn target features of committed tokens into every drafter layer's context K/V.
 
     Args:
-      params: DraftParams.
-      features: [T, M*E] target features, T <= W rows.
-      positions: i32[T] absolute positions of the tokens.
-      slots: i32[T], -1 for rows that are not committed.
+      params: the pair.
+      rows: T <= W committed rows, of which `features`, `positions` and `slots` are read.
       buffers, scratch: donated; fills `precompute_in`, `fc_proj`, `fused_kv_out`,
         `slot_mapping_dev` and the drafter's pools.
     """
-    config = params.config
+    draft = cast(DraftParams, params.draft)
+    config, features, slots = draft.config, rows.features, rows.slots
     width = len(config.target_layer_ids) * config.width
     check_shape("fuse_context: features", features, "T M*E", {"M*E": width})
-    context = rms_norm(linear(features, params.fc, impl=impl), params.hidden_norm, config.rms_eps)
-    fused = linear(context, params.fused_kv, params.fused_kv_bias, impl=impl)  # [T, L*2*K*D]
+    context = rms_norm(linear(features, draft.fc, impl=impl), draft.hidden_norm, config.rms_eps)
+    fused = linear(context, draft.fused_kv, draft.fused_kv_bias, impl=impl)  # [T, L*2*K*D]
     layers = fused.reshape(fused.shape[0], config.num_layers, 2, config.num_kv_heads, -1)
-    angles = rope_angles(positions, config.rope, config.head_dim, fixed.capacity)
+    angles = rope_angles(rows.positions, config.rope, config.head_dim, fixed.capacity)
     k_pools, v_pools = map(list, draft_pools(buffers, config))
-    for i, layer in enumerate(params.layers):
+    for i, layer in enumerate(draft.layers):
         k, v = layers[:, i, 0], layers[:, i, 1]  # [T, K, D]
         k = apply_rope(rms_norm(k, layer.k_norm, config.rms_eps), *angles)
         k_pools[i], v_pools[i] = pk.reshape_and_cache(

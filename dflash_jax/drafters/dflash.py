@@ -11,6 +11,7 @@ from dflash_jax.drafters import backbone
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import logits_of
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
@@ -42,15 +43,15 @@ def propose(
     scratch: DflashScratch,
     *,
     fixed: Fixed,
-    impl: str = "auto",
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Guess a block in one pass; fills `logits` and `draft_tokens_dev`."""
     draft, target = cast(DraftParams, params.draft), params.target
     buffers, scratch = backbone.forward(
-        draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
+        draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=options.impl
     )
     rows = draft_rows(scratch, fixed)
-    logits = draft_logits(rows, target.lm_head, draft.config, impl=impl)
+    logits = draft_logits(rows, target.lm_head, draft.config, impl=options.impl)
     tokens = pk.argmax_rows(logits, vocab=target.config.real_vocab)
     scratch = scratch.replace(logits=logits)
     return (

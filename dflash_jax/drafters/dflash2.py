@@ -14,6 +14,7 @@ from dflash_jax.drafters import backbone
 from dflash_jax.drafters.dflash import draft_logits, draft_rows
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params, SelectorParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
@@ -27,22 +28,24 @@ def propose(
     scratch: DflashScratch,
     *,
     fixed: Fixed,
-    impl: str = "auto",
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Guess a block and walk its candidates; fills `logits` and `sel_*`."""
     draft, target = cast(DraftParams, params.draft), params.target
     selector, config = cast(SelectorParams, draft.selector), draft.config
     buffers, scratch = backbone.forward(
-        draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=impl
+        draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=options.impl
     )
     rows = draft_rows(scratch, fixed)
-    logits = draft_logits(rows, target.lm_head, config, impl=impl)
-    vals, ids = pk.top16(logits, k=config.selector_top_k, vocab=target.config.real_vocab, impl=impl)
+    logits = draft_logits(rows, target.lm_head, config, impl=options.impl)
+    vals, ids = pk.top16(
+        logits, k=config.selector_top_k, vocab=target.config.real_vocab, impl=options.impl
+    )
     projected = pk.skinny_matmul(
         rows.reshape(-1, rows.shape[-1]),
         selector.hidden_projection,
         out_dtype=jnp.float32,
-        impl=impl,
+        impl=options.impl,
     )  # [J, rank]
 
     def per_sequence(x: jax.Array) -> jax.Array:
@@ -56,7 +59,7 @@ def propose(
         selector.predecessor,
         selector.successor,
         k=config.selector_top_k,
-        impl=impl,
+        impl=options.impl,
     )
     scratch = scratch.replace(logits=logits, sel_vals=vals, sel_idx=ids, sel_hproj=projected)
     return Proposal(path, num_rows - 1), buffers, scratch

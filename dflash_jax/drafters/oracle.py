@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dflash_jax.config import RuleConfig
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params, RuleParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
@@ -59,7 +60,7 @@ def propose(
     scratch: DflashScratch,
     *,
     fixed: Fixed,
-    impl: str = "auto",
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Propose `params.draft.tokens` behind the anchor, with draft `poison_at` changed."""
     draft = cast(RuleParams, params.draft)

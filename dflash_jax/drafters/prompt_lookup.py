@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.config import RuleConfig
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params, RuleParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
@@ -37,7 +38,7 @@ def propose(
     scratch: DflashScratch,
     *,
     fixed: Fixed,
-    impl: str = "auto",
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Proposal, Buffers, DflashScratch]:
     """Copy what followed the most recent earlier occurrence of the last `ngram` tokens."""
     ngram = cast(RuleParams, params.draft).config.ngram

@@ -1,4 +1,4 @@
-"""`Proposal`: what every drafter returns."""
+"""What drafters return and what they are fed."""
 
 from typing import NamedTuple
 
@@ -10,3 +10,17 @@ class Proposal(NamedTuple):
 
     tokens: jax.Array  # i32[B, num_drafts]
     num_proposed: jax.Array  # i32[B]; may be -1 for a sequence that takes no step
+
+
+class CommittedRows(NamedTuple):
+    """Rows of the target that became part of the text: of a prefill chunk or of a verification.
+
+    A row whose slot is -1 was not committed; nothing may be kept of it.
+    """
+
+    tokens: jax.Array  # i32[T] what stood in the row
+    next_tokens: jax.Array  # i32[T] what follows it in the text
+    features: jax.Array  # [T, M*E] tapped layer outputs
+    hidden: jax.Array  # [T, E] after the target's final norm
+    positions: jax.Array  # i32[T] absolute
+    slots: jax.Array  # i32[T], -1 = not committed

@@ -14,6 +14,7 @@ from dflash_jax.layers import apply_rope, embed, linear, rms_norm, rope_angles, 
 from dflash_jax.metadata import AttnMetadata
 from dflash_jax.paged_kv import write_and_attend
 from dflash_jax.params import LayerParams, TargetParams
+from dflash_jax.state import Buffers
 
 
 class TargetOutput(NamedTuple):
@@ -22,8 +23,7 @@ class TargetOutput(NamedTuple):
     residual: jax.Array  # [N, E] output of the last layer
     hidden: jax.Array  # [N, E] after the final norm, what the head reads
     features: jax.Array  # [N, M*E] tapped layer outputs, in id order
-    k_pools: tuple[jax.Array, ...]
-    v_pools: tuple[jax.Array, ...]
+    buffers: Buffers
 
 
 def forward(
@@ -31,8 +31,7 @@ def forward(
     tokens: jax.Array,
     meta: AttnMetadata,
     args: jax.Array,
-    k_pools: tuple[jax.Array, ...],
-    v_pools: tuple[jax.Array, ...],
+    buffers: Buffers,
     *,
     taps: tuple[int, ...] = (),
     impl: str = "auto",
@@ -44,23 +43,21 @@ def forward(
       tokens: i32[N] ids.
       meta: AttnMetadata of the rows.
       args: u32[B, 3] (kv_len, q_offset, q_rope_pos).
-      k_pools, v_pools: pools of this target's layers, updated in place under donation.
+      buffers: donated; the first pools, one a layer of this target, are updated in place.
       taps: layer-output ids whose rows become features; -1 is the embedding's output.
     """
     config = params.config
+    k_pools, v_pools = list(buffers.k_pools), list(buffers.v_pools)
     capacity = meta.block_table.shape[1] * k_pools[0].shape[2]
     angles = rope_angles(meta.positions, config.rope, config.head_dim, capacity)
     x = embed(tokens, params.embed)  # [N, E]
     features = [x] if -1 in taps else []
-    new_k, new_v = [], []
     for i, layer in enumerate(params.layers):
-        y, k_pool, v_pool = _attention(
+        y, k_pools[i], v_pools[i] = _attention(
             layer, x, meta, args, angles, k_pools[i], v_pools[i], params, impl
         )
         x = x + y
         x = x + _feed_forward(layer, rms_norm(x, layer.post_norm, config.rms_eps), impl)
-        new_k.append(k_pool)
-        new_v.append(v_pool)
         if i in taps:
             features.append(x)
     none = jnp.zeros((x.shape[0], 0), x.dtype)
@@ -68,8 +65,7 @@ def forward(
         residual=x,
         hidden=rms_norm(x, params.norm, config.rms_eps),
         features=jnp.concatenate(features, axis=1) if features else none,
-        k_pools=tuple(new_k),
-        v_pools=tuple(new_v),
+        buffers=buffers.replace(k_pools=tuple(k_pools), v_pools=tuple(v_pools)),
     )
 
 

@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         compiled = device.compile(loop.decode, params, *carried, **static)
     else:
         tokens = np.zeros(args.chunk, np.int32)
-        scalars = (np.int32(1), np.int32(0), np.bool_(True))
+        scalars = (np.int32(1), np.int32(0), np.int32(-1))
         compiled = device.compile(loop.prefill, params, tokens, *scalars, *carried, **static)
     if args.hlo:
         args.hlo.write_text(compiled.as_text())

@@ -14,10 +14,11 @@ import numpy as np
 import pallas_kernels as pk
 from dflash_jax import drafters, loop, targets
 from dflash_jax.config import RuleConfig
-from dflash_jax.drafters import backbone
+from dflash_jax.drafters import CommittedRows, backbone
 from dflash_jax.fixed import plan
 from dflash_jax.layers import linear, logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata, slots_at
+from dflash_jax.options import DecodeOptions
 from dflash_jax.pages import block_table
 from dflash_jax.params import Params, RuleParams
 from dflash_jax.scratch import init_scratch
@@ -63,8 +64,7 @@ def target_outputs(params, ids):
         count = jnp.full((batch,), rows, jnp.int32)
         meta = rows_metadata(start, count, buffers.meta.block_table, rows, fixed.page_size)
         args = indirect_args(start, count)
-        pools = buffers.k_pools, buffers.v_pools
-        out = targets.forward(target, tokens, meta, args, *pools, taps=tuple(taps))
+        out = targets.forward(target, tokens, meta, args, buffers, taps=tuple(taps))
         return logits_of(out.hidden, target.lm_head), out.features, out.hidden
 
     flat = ids.reshape(-1).astype(np.int32)
@@ -115,9 +115,10 @@ def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed)
     slots = slots_at(buffers.meta.block_table, positions[None], fixed.page_size)[0]
     slots = jnp.where(offset < count, slots, -1)
     drafter, layer = drafters.get(draft), backbone.layer
-    buffers, scratch = drafter.advance(
-        draft, features, positions, slots, buffers, scratch, fixed=fixed
-    )
+    nothing = jnp.zeros_like(positions)  # context is made of features alone
+    hidden = jnp.zeros((features.shape[0], 0), features.dtype)
+    committed = CommittedRows(nothing, nothing, features, hidden, positions, slots)
+    buffers, scratch = drafter.advance(params, committed, buffers, scratch, fixed=fixed)
 
     def recording(params_i, k_pool, v_pool, scratch_i, **kwargs):
         out = layer(params_i, k_pool, v_pool, scratch_i, **kwargs)
@@ -127,7 +128,7 @@ def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed)
     rows = jnp.full((fixed.batch,), fixed.verify_rows, jnp.int32)
     with mock.patch.object(backbone, "layer", recording):
         proposal, buffers, scratch = drafter.propose(
-            params, state, rows, buffers, scratch, fixed=fixed
+            params, state, rows, buffers, scratch, fixed=fixed, options=DecodeOptions()
         )
     got = {
         "fc_out": linear(features, draft.fc),
@@ -263,8 +264,8 @@ def _prefill(params, prompt, max_new_tokens, stop_ids, keep, fixed):
         chunk = np.zeros(PREFILL_CHUNK, np.int32)
         real = prompt[at : at + PREFILL_CHUNK]
         chunk[: len(real)] = real
-        is_last = at + len(real) == len(prompt)
-        where = np.int32(len(real)), np.int32(0), np.bool_(is_last)
+        following = [*prompt[at + PREFILL_CHUNK : at + PREFILL_CHUNK + 1], -1][0]
+        where = np.int32(len(real)), np.int32(0), np.int32(following)
         _, *carriers = loop.prefill(params, chunk, *where, *carriers, fixed=fixed)
     return carriers
 

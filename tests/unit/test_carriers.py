@@ -57,7 +57,7 @@ DRAFTERS = ["dflash", "dflash2", "prompt_lookup", "oracle", "oracle-with-inner",
 
 
 def prefill_arguments(rows=kit.BUCKET):
-    return np.zeros(rows, np.int32), np.int32(rows), np.int32(0), np.bool_(True)
+    return np.zeros(rows, np.int32), np.int32(rows), np.int32(0), np.int32(-1)
 
 
 def test_fixed_has_its_sixteen_names_and_the_scratch_its_twenty_seven():

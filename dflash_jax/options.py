@@ -1,0 +1,15 @@
+"""`DecodeOptions`: static choices of a decode that are not shapes of carriers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """What a compiled step bakes in beside its sizes.
+
+    cycles: most steps a dispatch. impl: of the kernels. certify: hash the logits of each row.
+    """
+
+    cycles: int = 8
+    impl: str = "auto"
+    certify: bool = False
