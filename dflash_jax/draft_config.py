@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_jax.json_values import Json, flag, integer, items, mapping, number
+from dflash_jax.draft_forms import WHO, draft_form
+from dflash_jax.json_values import Json, flag, integer, items, number
 from dflash_jax.rope_config import RopeConfig
 
 
@@ -22,6 +23,8 @@ class DraftConfig:
 
     `block_rows` counts the anchor; rows 1.. are the drafts. `target_layer_ids` index decoder
     layers by output. Head transforms: logits * output_multiplier, then soft-cap.
+    `draft_vocab` is the number of ids that a reduced head knows; None: all. Embedding and head are
+    the target's unless the file has its own, which the loader notes in `has_embed` and `has_head`.
     """
 
     kind: str
@@ -48,6 +51,14 @@ class DraftConfig:
     conv_group: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    draft_vocab: int | None = None
+    has_embed: bool = False
+    has_head: bool = False
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Columns of the drafter's logits."""
+        return self.draft_vocab or self.vocab
 
     @property
     def max_drafts(self) -> int:
@@ -65,7 +76,7 @@ class DraftConfig:
 
     @staticmethod
     def from_hf(config: Json, *, num_target_layers: int | None = None) -> DraftConfig:
-        """Read z-lab and SpecForge forms: keys nested in `dflash_config` or flat.
+        """Read a config.json in any form that `draft_forms` knows.
 
         Args:
           config: the drafter's `config.json`.
@@ -75,16 +86,19 @@ class DraftConfig:
           NotImplementedError: a drafter family or variant that is not built.
           ValueError: a missing key or one that contradicts another.
         """
-        kind = _drafter_kind(config)
-        who = f"drafter config ({kind})"
-        nested = mapping(config, "dflash_config", who)
-        # Keys of the block stand in dflash_config or at top level; the first one wins.
-        block = {**config, **{name: x for name, x in nested.items() if x is not None}}
+        form = draft_form(config, num_target_layers)
+        kind, config = form.kind, form.facts
+        who = f"{WHO} ({kind})"
+        if kind not in _BUILT:
+            raise NotImplementedError(
+                f"{who}: the {form.publisher} form of {kind} is not supported, wanted one of "
+                f"{', '.join(_BUILT)}"
+            )
         wanted = _BLOCK_KEYS + (_SELECTOR_KEYS if kind == "dflash2" else ())
-        missing = [name for name in wanted if block.get(name) is None]
+        missing = [name for name in wanted if config.get(name) is None]
         if missing:
             raise ValueError(f"{who}: no {missing[0]}, in dflash_config or at top level")
-        if block.get("attention_sink_bias"):
+        if config.get("attention_sink_bias"):
             raise NotImplementedError(f"{who}: attention_sink_bias is not supported")
         if config.get("hidden_act", "silu") != "silu":
             raise NotImplementedError(
@@ -97,13 +111,13 @@ class DraftConfig:
             raise ValueError(
                 f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
             )
-        layers_of_target = integer(block, "num_target_layers", who, num_target_layers, least=1)
+        layers_of_target = integer(config, "num_target_layers", who, num_target_layers, least=1)
         if layers_of_target is None:
             raise ValueError(f"{who}: no num_target_layers, and no target was given")
-        ids = items(block, "target_layer_ids", who, int)
+        ids = items(config, "target_layer_ids", who, int)
 
         def of_selector(name: str) -> int:
-            return integer(block, name, who, least=1) if kind == "dflash2" else 0
+            return integer(config, name, who, least=1) if kind == "dflash2" else 0
 
         draft = DraftConfig(
             kind=kind,
@@ -118,19 +132,20 @@ class DraftConfig:
             rope=RopeConfig.from_hf(config, default_theta=1e6, who=who),
             max_context=integer(config, "max_position_embeddings", who, 32768, least=2),
             has_attention_bias=flag(config, "attention_bias", who),
-            block_rows=integer(block, "block_size", who),  # HF's block_size counts the anchor
-            mask_id=integer(block, "mask_token_id", who),
+            block_rows=integer(config, "block_size", who),  # HF's block_size counts the anchor
+            mask_id=integer(config, "mask_token_id", who),
             target_layer_ids=ids or default_taps(layers_of_target, num_layers),
             num_target_layers=layers_of_target,
-            attention=_layer_attention(config, nested, num_layers, who),
-            input_embedding_scale=number(block, "input_embedding_scale", who, 1.0),
-            output_multiplier=number(block, "output_multiplier", who, 1.0)
+            attention=_layer_attention(config, num_layers, who),
+            input_embedding_scale=number(config, "input_embedding_scale", who, 1.0),
+            output_multiplier=number(config, "output_multiplier", who, 1.0)
             * (number(config, "logit_scale", who, 1.0) or 1.0),
-            soft_cap=number(block, "final_logit_softcapping", who, None) or None,  # 0: none
+            soft_cap=number(config, "final_logit_softcapping", who, None) or None,  # 0: none
             conv_taps=of_selector("conv_kernel_size"),
             conv_group=of_selector("conv_group_size"),
             selector_rank=of_selector("selector_rank"),
             selector_top_k=of_selector("selector_top_k"),
+            draft_vocab=_reduced_vocab(config, who),
         )
         _check_draft(draft, who)
         return draft
@@ -166,28 +181,19 @@ def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
 
 _BLOCK_KEYS = ("block_size", "mask_token_id")
 _SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_DRAFTER_KINDS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
+_BUILT = ("dflash", "dflash2")
 
 
-def _drafter_kind(config: Json) -> str:
-    """Family by `architectures` (spec/checkpoints.md §1); what is not built is named."""
-    if "speculators_model_type" in config:
-        raise NotImplementedError(
-            f"drafter config: speculators format ({config['speculators_model_type']}) is not "
-            "supported, wanted z-lab or SpecForge DFlash or DFlash2"
-        )
-    found = (*items(config, "architectures", "drafter config", str), "none given")[0]
-    if found not in _DRAFTER_KINDS:
-        raise NotImplementedError(
-            f"drafter config: architecture {found!r} is not supported, wanted one of "
-            f"{', '.join(_DRAFTER_KINDS)}"
-        )
-    return _DRAFTER_KINDS[found]
+def _reduced_vocab(config: Json, who: str) -> int | None:
+    """Ids of a head that knows a part of the vocabulary."""
+    vocab = integer(config, "vocab_size", who, least=1)
+    reduced = integer(config, "draft_vocab_size", who, vocab, least=1)
+    if reduced > vocab:
+        raise ValueError(f"{who}: draft_vocab_size {reduced} is above the vocab_size of {vocab}")
+    return None if reduced == vocab else reduced
 
 
-def _layer_attention(
-    config: Json, nested: Json, num_layers: int, who: str
-) -> tuple[LayerAttention, ...]:
+def _layer_attention(config: Json, num_layers: int, who: str) -> tuple[LayerAttention, ...]:
     """Window and causality a layer (spec/drafters.md §3.1, vLLM's priority).
 
     A sliding layer without an explicit causality is causal in the block; a full one is not.
@@ -207,10 +213,10 @@ def _layer_attention(
     if len(kinds) != num_layers:
         raise ValueError(f"{who}: {len(kinds)} layer_types for {num_layers} layers")
     window = integer(config, "sliding_window", who, None, least=0) if slides else None
-    window = integer(nested, "swa_window_size", who, window, least=0) or None  # 0: none
+    window = integer(config, "swa_window_size", who, window, least=0) or None  # 0: none
     causal = config.get("is_causal")
-    causal = nested.get("causal") if causal is None else causal
-    slides_everywhere = flag(nested, "use_swa", who)
+    causal = config.get("causal") if causal is None else causal
+    slides_everywhere = flag(config, "use_swa", who)
 
     def one(kind: str) -> LayerAttention:
         is_sliding = kind == "sliding_attention"

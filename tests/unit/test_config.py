@@ -283,13 +283,19 @@ def test_window_and_causality_of_each_layer_are_settled_by_priority(name):
 
 
 REFUSED_DRAFTERS = [
-    ({"architectures": ["Qwen3DSparkModel"]}, NotImplementedError, "architecture 'Qwen3DSpark"),
+    ({"architectures": ["DominoDraftModel"]}, NotImplementedError, "architecture 'DominoDraft"),
     ({"architectures": ...}, NotImplementedError, "architecture 'none given' is not supported"),
     (
-        {"speculators_model_type": "dflash"},
+        {"speculators_model_type": "eagle3"},
         NotImplementedError,
-        r"speculators format \(dflash\) is not supported, wanted z-lab or SpecForge",
+        "speculators_model_type 'eagle3' is not supported, wanted one of dflash, dspark",
     ),
+    (
+        {"dflash_config": {"projector_type": "domino"}},
+        NotImplementedError,
+        "projector_type 'domino'",
+    ),
+    ({"draft_vocab_size": 308}, ValueError, "draft_vocab_size 308 is above the vocab_size of 307"),
     ({"attention_sink_bias": True}, NotImplementedError, "attention_sink_bias is not supported"),
     ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act 'gelu', supported: silu"),
     (
