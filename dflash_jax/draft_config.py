@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_jax.draft_forms import WHO, draft_form
 from dflash_jax.json_values import Json, flag, integer, items, number
@@ -19,10 +20,11 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """A block-diffusion drafter with its own layers: `kind` is dflash or dflash2.
+    """A block-diffusion drafter with its own layers: `kind` is dflash, dflash2 or dspark.
 
-    `block_rows` counts the anchor; rows 1.. are the drafts. `target_layer_ids` index decoder
-    layers by output. Head transforms: logits * output_multiplier, then soft-cap.
+    `block_rows` are the rows that run, the anchor's included. Rows 1.. draft the token at their own
+    position or, where `drafts_from_anchor`, all rows the one behind it. `target_layer_ids` index
+    decoder layers by output. Head transforms: logits * output_multiplier, then soft-cap.
     `draft_vocab` is the number of ids that a reduced head knows; None: all. Embedding and head are
     the target's unless the file has its own, which the loader notes in `has_embed` and `has_head`.
     """
@@ -51,6 +53,11 @@ class DraftConfig:
     conv_group: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    drafts_from_anchor: bool = False
+    markov_kind: str = "vanilla"  # of the head, where markov_rank is not 0
+    markov_rank: int = 0
+    has_confidence: bool = False
+    confidence_reads_markov: bool = False
     draft_vocab: int | None = None
     has_embed: bool = False
     has_head: bool = False
@@ -62,8 +69,17 @@ class DraftConfig:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a full block: every row but the anchor's."""
-        return self.block_rows - 1
+        """Drafts of a full block."""
+        return self.block_rows - self.first_draft_row
+
+    @property
+    def first_draft_row(self) -> int:
+        """Index of the first row that drafts."""
+        return 0 if self.drafts_from_anchor else 1
+
+    def rows_for(self, num_drafts: int) -> int:
+        """Block rows that yield `num_drafts` drafts; none is run for nothing."""
+        return num_drafts + self.first_draft_row
 
     @property
     def backbone(self) -> DraftConfig | None:
@@ -132,7 +148,8 @@ class DraftConfig:
             rope=RopeConfig.from_hf(config, default_theta=1e6, who=who),
             max_context=integer(config, "max_position_embeddings", who, 32768, least=2),
             has_attention_bias=flag(config, "attention_bias", who),
-            block_rows=integer(config, "block_size", who),  # HF's block_size counts the anchor
+            # HF's block_size counts rows: DFlash's first one drafts nothing, DSpark's does
+            block_rows=integer(config, "block_size", who),
             mask_id=integer(config, "mask_token_id", who),
             target_layer_ids=ids or default_taps(layers_of_target, num_layers),
             num_target_layers=layers_of_target,
@@ -145,6 +162,7 @@ class DraftConfig:
             conv_group=of_selector("conv_group_size"),
             selector_rank=of_selector("selector_rank"),
             selector_top_k=of_selector("selector_top_k"),
+            **_spark_heads(config, kind, who),
             draft_vocab=_reduced_vocab(config, who),
         )
         _check_draft(draft, who)
@@ -181,7 +199,34 @@ def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
 
 _BLOCK_KEYS = ("block_size", "mask_token_id")
 _SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_BUILT = ("dflash", "dflash2")
+_BUILT = ("dflash", "dflash2", "dspark")
+_MARKOV_KINDS = ("vanilla", "gated", "rnn")
+
+
+def _spark_heads(config: Json, kind: str, who: str) -> dict[str, Any]:
+    """Row convention, Markov head and confidence head; rank 0 is no Markov head."""
+    if kind != "dspark":
+        if flag(config, "sample_from_anchor", who):
+            raise ValueError(f"{who}: sample_from_anchor is true, which only DSpark's rows are")
+        return {}
+    rank = integer(config, "markov_rank", who, 0, least=0)
+    markov_kind = str(config.get("markov_head_type") or "vanilla")
+    if rank and markov_kind not in _MARKOV_KINDS:
+        raise NotImplementedError(
+            f"{who}: markov_head_type {markov_kind[:80]!r} is not supported, wanted one of "
+            f"{', '.join(_MARKOV_KINDS)}"
+        )
+    has_confidence = flag(config, "enable_confidence_head", who)
+    reads_markov = has_confidence and flag(config, "confidence_head_with_markov", who)
+    if reads_markov and not rank:
+        raise ValueError(f"{who}: confidence_head_with_markov is true, but markov_rank is 0")
+    return {
+        "drafts_from_anchor": flag(config, "sample_from_anchor", who, True),
+        "markov_kind": markov_kind if rank else "vanilla",
+        "markov_rank": rank,
+        "has_confidence": has_confidence,
+        "confidence_reads_markov": reads_markov,
+    }
 
 
 def _reduced_vocab(config: Json, who: str) -> int | None:
@@ -230,8 +275,9 @@ def _layer_attention(config: Json, num_layers: int, who: str) -> tuple[LayerAtte
 
 def _check_draft(draft: DraftConfig, who: str) -> None:
     """The loader checks that need the config alone (spec/checkpoints.md §6)."""
-    if draft.block_rows < 2:
-        raise ValueError(f"{who}: block_size {draft.block_rows}, wanted at least 2 (anchor, draft)")
+    if draft.max_drafts < 1:
+        least = draft.rows_for(1)
+        raise ValueError(f"{who}: block_size {draft.block_rows}, wanted at least {least}")
     if not 0 <= draft.mask_id < draft.vocab:
         raise ValueError(
             f"{who}: mask_token_id {draft.mask_id} is outside the vocabulary of {draft.vocab}"

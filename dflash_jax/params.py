@@ -64,8 +64,36 @@ class SelectorParams(struct.PyTreeNode):
     successor: jax.Array  # [V, rank]
 
 
+class MarkovParams(struct.PyTreeNode):
+    """DSpark's Markov head (spec/drafters.md §5.1): a bias by the token before a row."""
+
+    embed: jax.Array  # [V, rank], looked up by the token before
+    out: jax.Array  # [V, rank]
+    mix: MaybeArray = None  # gated [rank, E + rank], rnn [3 * rank, 2 * rank + E]; vanilla: None
+    mix_bias: MaybeArray = None  # [rank] or [3 * rank]
+
+
+class ConfidenceParams(struct.PyTreeNode):
+    """DSpark's confidence head (spec/drafters.md §5.2)."""
+
+    weight: jax.Array  # [1, E] or [1, E + rank]: hidden columns, then the latent's
+    bias: jax.Array  # [1]
+
+
+class ConfidencePolicy(struct.PyTreeNode):
+    """How confidences cut a proposal; data, so that another threshold compiles nothing.
+
+    Without `steps_per_second` drafts before the first below `threshold` are kept. With it the
+    paper's scheduler shares the rows of a step among the sequences (`drafters.confidence`).
+    """
+
+    threshold: jax.Array  # f32[]
+    temperatures: MaybeArray = None  # f32[num_drafts]
+    steps_per_second: MaybeArray = None  # f32[N + 1] by rows verified
+
+
 class DraftParams(struct.PyTreeNode):
-    """A DFlash or DFlash2 drafter; embedding and head are the target's.
+    """A DFlash, DFlash2 or DSpark drafter; embedding and head are the target's.
 
     `fused_kv` repeats the key and value rows of every layer's `qkv`, so that all layers' context
     keys come from one product; 2 % of the drafter's bytes buys four launches a step.
@@ -79,6 +107,9 @@ class DraftParams(struct.PyTreeNode):
     norm: jax.Array  # [E]
     selector: SelectorParams | None
     config: DraftConfig = struct.field(pytree_node=False)
+    markov: MarkovParams | None = None
+    confidence: ConfidenceParams | None = None
+    policy: ConfidencePolicy | None = None  # None: every draft is verified
 
 
 class RuleParams(struct.PyTreeNode):

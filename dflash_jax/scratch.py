@@ -21,6 +21,9 @@ SELECTOR_CANDIDATES = 16  # width of sel_*; a smaller selector_top_k masks the r
 class DflashScratch(struct.PyTreeNode):
     """Working arrays of one propose: N block rows, J = B*num_drafts draft rows, W context rows.
 
+    Where the anchor's row drafts, a block has one row less than a verification, and so has N;
+    `draft_tokens_*` keep a verification's.
+
     Integers are i32 (the seeds' slots are i64; x64 stays off), arguments and the event u32.
     """
 
@@ -51,8 +54,8 @@ class DflashScratch(struct.PyTreeNode):
     logits: MaybeArray  # f32[J, V] drafter logits, transformed; the anchor's row has none
     # DSpark
     markov_embed: MaybeArray  # [B, rank] latent of the last predecessor
-    markov_bias: MaybeArray  # [B, V] its bias
-    conf_out: MaybeArray  # f32[B, R] confidence logits
+    markov_bias: MaybeArray  # f32[B, V] its bias
+    conf_out: MaybeArray  # f32[B, num_drafts] confidence logits
     # DFlash2
     conv_dyn: MaybeArray  # [N, 2*taps*groups] dynamic kernels: side, tap, group
     conv_tmp: MaybeArray  # [N, E] output of the last convolution
@@ -78,7 +81,7 @@ def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, Ar
 
 def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
     """Fields that a drafter with layers fills."""
-    rows, width = fixed.num_rows, fixed.max_rows
+    rows, width = fixed.batch * max(draft.rows_for(fixed.num_drafts), 1), fixed.max_rows
     dtype = fixed.hidden.dtype
     q, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
     drafts = fixed.batch * fixed.num_drafts
@@ -102,8 +105,16 @@ def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None
         fused_kv_out=ArraySpec((width, draft.num_layers * 2 * kv), dtype),
         slot_mapping_dev=ArraySpec((width,), "int32"),
         precompute_in=ArraySpec((width, taps * draft.width), dtype),
-        logits=ArraySpec((drafts, draft.vocab), "float32"),
+        logits=ArraySpec((drafts, draft.num_draft_ids), "float32"),
+        position_ids=ArraySpec((rows,), "int32"),
     )
+    if draft.markov_rank:
+        specs.update(
+            markov_embed=ArraySpec((fixed.batch, draft.markov_rank), dtype),
+            markov_bias=ArraySpec((fixed.batch, draft.num_draft_ids), "float32"),
+        )
+    if draft.has_confidence:
+        specs.update(conf_out=ArraySpec((fixed.batch, fixed.num_drafts), "float32"))
     if draft.kind == "dflash2":
         kernels = 2 * draft.conv_taps * draft.num_conv_groups
         specs.update(

@@ -14,7 +14,15 @@ import pallas_kernels as pk
 from dflash_jax.config import DraftConfig, LayerAttention
 from dflash_jax.drafters.proposal import CommittedRows
 from dflash_jax.fixed import Fixed
-from dflash_jax.layers import apply_rope, embed, linear, rms_norm, rope_angles, split_qkv
+from dflash_jax.layers import (
+    apply_rope,
+    embed,
+    linear,
+    logits_of,
+    rms_norm,
+    rope_angles,
+    split_qkv,
+)
 from dflash_jax.metadata import AttnMetadata, indirect_args, rows_metadata
 from dflash_jax.paged_kv import write_and_attend
 from dflash_jax.params import ConvParams, DraftParams, LayerParams, Params, TargetParams
@@ -104,21 +112,22 @@ def forward(
       params: DraftParams.
       target: TargetParams, whose embedding the rows enter through.
       state: DecodeState; the block starts at `seq_lens`.
-      num_rows: i32[B] rows that count; the others are masked as keys, which equals a shorter block.
+      num_rows: i32[B] rows to verify; block rows beyond those that their drafts need are masked as
+        keys, which equals a shorter block.
       buffers, scratch: donated.
     """
     config = params.config
-    meta = rows_metadata(
-        state.seq_lens, num_rows, buffers.meta.block_table, fixed.verify_rows, fixed.page_size
-    )
+    rows, num_rows = config.rows_for(fixed.num_drafts), num_rows - 1 + config.first_draft_row
+    num_rows = jnp.maximum(num_rows, 0)
+    meta = rows_metadata(state.seq_lens, num_rows, buffers.meta.block_table, rows, fixed.page_size)
     args = indirect_args(state.seq_lens, num_rows)
     ids = jnp.full((fixed.batch, fixed.verify_rows), config.mask_id, jnp.int32)
-    ids = ids.at[:, 0].set(state.anchor).reshape(-1)
-    x = embed(ids, target.embed, config.input_embedding_scale)  # [N, E]
+    ids = ids.at[:, 0].set(state.anchor)
+    x = embed(ids[:, :rows].reshape(-1), target.embed, config.input_embedding_scale)  # [N, E]
     angles = rope_angles(meta.positions, config.rope, config.head_dim, fixed.capacity)
     scratch = scratch.replace(
         stream_buf=x,
-        draft_tokens_dev=ids,
+        draft_tokens_dev=ids.reshape(-1),
         position_ids=meta.positions,
         option_b_indirect_args_dev=args,
     )
@@ -137,6 +146,24 @@ def forward(
         )
     hidden = rms_norm(scratch.stream_buf, params.norm, config.rms_eps)
     return _with_draft_pools(buffers, k_pools, v_pools), scratch.replace(norm_buf=hidden)
+
+
+def draft_rows(scratch: DflashScratch, config: DraftConfig, fixed: Fixed) -> jax.Array:
+    """Final-norm rows of the drafts [B, num_drafts, E]."""
+    rows = scratch.norm_buf.reshape(fixed.batch, -1, config.width)
+    return rows[:, config.first_draft_row :]
+
+
+def draft_logits(
+    rows: jax.Array, head: jax.Array, config: DraftConfig, *, impl: str = "auto"
+) -> jax.Array:
+    """Transformed drafter logits f32[J, V]: times output_multiplier, then soft-capped."""
+    logits = logits_of(rows.reshape(-1, rows.shape[-1]), head, impl=impl)
+    if config.output_multiplier != 1.0:
+        logits = logits * config.output_multiplier
+    if config.soft_cap is not None:
+        logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
+    return logits
 
 
 def layer(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.drafters import backbone
-from dflash_jax.drafters.dflash import draft_logits, draft_rows
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
 from dflash_jax.options import DecodeOptions
@@ -36,8 +35,8 @@ def propose(
     buffers, scratch = backbone.forward(
         draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=options.impl
     )
-    rows = draft_rows(scratch, fixed)
-    logits = draft_logits(rows, target.lm_head, config, impl=options.impl)
+    rows = backbone.draft_rows(scratch, config, fixed)
+    logits = backbone.draft_logits(rows, target.lm_head, config, impl=options.impl)
     vals, ids = pk.top16(
         logits, k=config.selector_top_k, vocab=target.config.real_vocab, impl=options.impl
     )
