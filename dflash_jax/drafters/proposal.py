@@ -5,11 +5,23 @@ from typing import NamedTuple
 import jax
 
 
+class SparseQ(NamedTuple):
+    """A distribution over a few candidates a draft; an id that is there twice counts twice."""
+
+    ids: jax.Array  # i32[B, num_drafts, C]
+    probs: jax.Array  # f32[B, num_drafts, C], 0 behind the candidates that there are
+
+
 class Proposal(NamedTuple):
-    """Drafts of one step. Entries from `num_proposed` on are never looked at."""
+    """Drafts of one step. Entries from `num_proposed` on are never looked at.
+
+    `q` is what each draft was drawn from, exactly: over the vocabulary f32[B, num_drafts, V], over
+    candidates, or None where drafts were not drawn, so that each is a point mass.
+    """
 
     tokens: jax.Array  # i32[B, num_drafts]
     num_proposed: jax.Array  # i32[B]; may be -1 for a sequence that takes no step
+    q: jax.Array | SparseQ | None = None
 
 
 class CommittedRows(NamedTuple):
