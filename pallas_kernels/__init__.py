@@ -5,6 +5,7 @@ shapes only, so that a token decodes to the same bits whatever shares its batch.
 """
 
 from pallas_kernels._launch import IMPLS, MASK_VALUE, check_impl
+from pallas_kernels._skinny_tiles import SkinnyMatmulConfig
 from pallas_kernels.dynamic_conv import dynamic_conv, dynamic_conv_xla
 from pallas_kernels.paged_attention import paged_attention, paged_attention_xla
 from pallas_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_xla
@@ -27,6 +28,7 @@ __all__ = [
     "CANDIDATES",
     "IMPLS",
     "MASK_VALUE",
+    "SkinnyMatmulConfig",
     "argmax_rows",
     "check_impl",
     "dynamic_conv",

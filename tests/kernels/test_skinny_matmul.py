@@ -1,7 +1,11 @@
-"""skinny_matmul and its SwiGLU form: against the oracles, rounding order, and bits of a row."""
+"""skinny_matmul and its SwiGLU form: against the oracles, rounding order, and bits of a row.
+
+The kernel runs in Pallas' interpreter; the same tests hold the XLA form.
+"""
 
 import re
-from functools import partial
+import sys
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels._skinny_tiles import TUNED, rows_in_block, stages_that_fit, tiles_for
 from tests import cases
 from tests.kernels.compare import assert_close, assert_same_bits
 from tests.reference import ops
@@ -16,20 +21,35 @@ from tests.reference import ops
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
 
-@jax.jit
-def all_forms(x, w, residual):
-    return (
-        pk.skinny_matmul(x, w),
-        pk.skinny_matmul(x, w, residual=residual),
-        pk.skinny_matmul(x, w, out_dtype=jnp.float32),
-        pk.skinny_matmul_swiglu(x, w),
+# Small enough that the cases have several tiles on each axis; its two parts are added in order.
+SPLIT = pk.SkinnyMatmulConfig(block_n=32, block_k=32, split_k=2)
+FORMS = {
+    "xla": {"impl": "xla"},
+    "kernel": {"impl": "interpret"},
+    "split": {"impl": "interpret", "config": SPLIT},
+}
+each_form = pytest.mark.parametrize("form", FORMS)
+each_case = pytest.mark.parametrize("case", cases.MATMUL, ids=lambda case: case.name)
+
+
+@cache
+def all_forms(form):
+    matmul = partial(pk.skinny_matmul, **FORMS[form])
+    return jax.jit(
+        lambda x, w, residual: (
+            matmul(x, w),
+            matmul(x, w, residual=residual),
+            matmul(x, w, out_dtype=jnp.float32),
+            pk.skinny_matmul_swiglu(x, w, **FORMS[form]),
+        )
     )
 
 
-@pytest.mark.parametrize("case", cases.MATMUL, ids=lambda case: case.name)
-def test_every_case_equals_the_oracle(case):
+@each_form
+@each_case
+def test_every_case_equals_the_oracle(case, form):
     x, w, residual = cases.make_matmul(case)
-    plain, added, wide, swiglu = all_forms(x, w, residual)
+    plain, added, wide, swiglu = all_forms(form)(x, w, residual)
     assert plain.dtype == added.dtype == swiglu.dtype == x.dtype
     assert wide.dtype == np.float32
     assert_close(plain, ops.skinny_matmul(x, w))
@@ -38,45 +58,108 @@ def test_every_case_equals_the_oracle(case):
     assert_close(swiglu, ops.skinny_matmul_swiglu(x, w))
 
 
-@pytest.mark.parametrize("case", cases.MATMUL, ids=lambda case: case.name)
-def test_a_row_keeps_its_bits_in_another_place_and_among_other_rows(case):
+@each_form
+@each_case
+def test_a_row_keeps_its_bits_in_another_place_and_among_other_rows(case, form):
+    run = all_forms(form)
     x, w, residual = cases.make_matmul(case)
-    want = [np.asarray(y) for y in all_forms(x, w, residual)]
+    want = [np.asarray(y) for y in run(x, w, residual)]
     order = np.random.default_rng(1).permutation(case.rows)
     others = x.copy()
     others[1:] = -3
-    for got, before in zip(all_forms(x[order], w, residual[order]), want, strict=True):
+    for got, before in zip(run(x[order], w, residual[order]), want, strict=True):
         assert_same_bits(got, before[order])
-    for got, before in zip(all_forms(others, w, residual), want, strict=True):
+    for got, before in zip(run(others, w, residual), want, strict=True):
         assert_same_bits(np.asarray(got)[0], before[0])
 
 
-def test_the_product_is_rounded_before_the_residual_is_added():
+@each_form
+def test_the_product_is_rounded_before_the_residual_is_added(form):
     # 257 is no bf16 number: it rounds to 256, and 256 - 256 = 0, where one rounding would leave 1.
     bf16 = cases.DTYPES["bf16"]
     x = np.array([[256, 1]], bf16)
     w = np.ones((4, 2), bf16)
     residual = np.full((1, 4), -256, bf16)
-    got = pk.skinny_matmul(x, w, residual=residual)
+    got = pk.skinny_matmul(x, w, residual=residual, **FORMS[form])
     assert (np.asarray(got, np.float32) == 0).all()
-    assert (np.asarray(pk.skinny_matmul(x, w, out_dtype=jnp.float32)) == 257).all()
+    wide = pk.skinny_matmul(x, w, out_dtype=jnp.float32, **FORMS[form])
+    assert (np.asarray(wide) == 257).all()
 
 
-def test_swiglu_rounds_gate_up_silu_and_product_as_the_oracle_does():
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_swiglu_rounds_gate_up_silu_and_product_as_the_oracle_does(impl):
     # Integer sums are exact in any order, so that every rounding must fall in the same place.
     rng = np.random.default_rng(0)
     bf16 = cases.DTYPES["bf16"]
     x = rng.integers(-4, 5, (7, 24)).astype(bf16)
     w = rng.integers(-4, 5, (64, 24)).astype(bf16)
-    got = np.asarray(pk.skinny_matmul_swiglu(x, w))
+    got = np.asarray(pk.skinny_matmul_swiglu(x, w, impl=impl))
     assert_same_bits(got, ops.skinny_matmul_swiglu(x, w))
 
 
-def test_sums_are_f32_for_bf16_operands():
+@each_form
+def test_sums_are_f32_for_bf16_operands(form):
     # Sums held in bf16 would stop growing at 256.
     ones = np.ones((2, 4096), cases.DTYPES["bf16"])
-    got = pk.skinny_matmul(ones, ones, out_dtype=jnp.float32)
-    assert (np.asarray(got) == 4096).all()
+    got = pk.skinny_matmul(ones[:, :1024], ones[:, :1024], out_dtype=jnp.float32, **FORMS[form])
+    assert (np.asarray(got) == 1024).all()
+
+
+def test_what_lies_past_a_ragged_tile_is_not_read_as_a_number():
+    """Interpret mode clamps indices, so a mask left out would show the last rows again."""
+    x, w, residual = cases.make_matmul(cases.MatmulCase("ragged", 3, 40, 24, dtype="f32"))
+    got = pk.skinny_matmul(x, w, impl="interpret", config=SPLIT)
+    assert_close(got, ops.skinny_matmul(x, w))
+    # Integers, so that every order of sums is exact: equal bits, whatever the tiles.
+    whole = np.sign(w)
+    for config in (SPLIT, pk.SkinnyMatmulConfig(16, 16, 3)):
+        got = pk.skinny_matmul(np.sign(x), whole, impl="interpret", config=config)
+        assert_same_bits(got, np.asarray(np.sign(x) @ whole.T))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 130])
+def test_every_row_count_is_served(rows):
+    x, w, _ = cases.make_matmul(cases.MatmulCase("rows", rows, 64, 48, dtype="f32"))
+    got = pk.skinny_matmul(x, w, impl="interpret")
+    assert_close(got, ops.skinny_matmul(x, w))
+
+
+def test_auto_takes_xlas_product_for_every_measured_weight():
+    """Until a run shows a whole loop that is faster with a kernel."""
+    for (inner, out), tuned in TUNED.items():
+        assert tuned.source and not tuned.auto
+        x = jax.ShapeDtypeStruct((16, inner), jnp.bfloat16)
+        w = jax.ShapeDtypeStruct((out, inner), jnp.bfloat16)
+        assert "pallas_call" not in str(jax.make_jaxpr(pk.skinny_matmul)(x, w))
+
+
+def test_auto_takes_the_kernel_where_the_table_says_so(monkeypatch):
+    chosen = next(iter(TUNED.values()))._replace(auto=True)
+    monkeypatch.setitem(TUNED, (64, 48), chosen)
+    x, w, _ = cases.make_matmul(cases.MATMUL[0])
+    assert "skinny_matmul" in str(jax.make_jaxpr(lambda x, w: pk.skinny_matmul(x, w))(x, w))
+    assert_close(pk.skinny_matmul(x, w), ops.skinny_matmul(x, w))  # on a CPU, XLA's
+
+
+@pytest.mark.parametrize(
+    "inner, out", [(576, 1536), (4096, 6144), (1536, 576), (8, 6), (64, 49152)]
+)
+@pytest.mark.parametrize("rows, itemsize", [(1, 2), (16, 4), (128, 4)])
+def test_tiles_fit_a_gpu_and_leave_no_part_without_work(inner, out, rows, itemsize):
+    tiles, block_r = tiles_for(inner, out), rows_in_block(rows)
+    assert block_r in (16, 32, 64)
+    assert inner > tiles.block_k * (tiles.split_k - 1)
+    stages = stages_that_fit(tiles, block_r, itemsize)
+    assert 1 <= stages <= tiles.num_stages
+    assert stages * (block_r + tiles.block_n) * tiles.block_k * itemsize <= 96 << 10
+
+
+@pytest.mark.parametrize("missing", ["jax_triton", "triton"])
+def test_triton_without_its_package_is_refused_in_one_sentence(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "pallas_kernels._skinny_triton", raising=False)
+    with pytest.raises(NotImplementedError, match=r"skinny_matmul: impl='triton' needs jax-triton"):
+        pk.skinny_matmul(GOOD["x"], GOOD["w"], impl="triton")
 
 
 def test_vmap_over_weights_equals_a_loop_over_them():
@@ -117,3 +200,17 @@ def test_a_wrong_argument_is_one_sentence(bad, message):
 def test_an_odd_gate_up_weight_is_refused():
     with pytest.raises(ValueError, match="skinny_matmul_swiglu: w_gate_up has 7 rows"):
         pk.skinny_matmul_swiglu(GOOD["x"], jnp.zeros((7, 48), jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"block_n": 48}, "config.block_n is 48, wanted a power of two from 16"),
+        ({"block_k": 8}, "config.block_k is 8, wanted a power of two from 16"),
+        ({"split_k": 0}, "config.split_k is 0, wanted at least 1"),
+    ],
+    ids=["not_a_power", "too_small", "no_part"],
+)
+def test_tiles_that_triton_does_not_take_are_refused(bad, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pk.skinny_matmul(**GOOD, config=pk.SkinnyMatmulConfig(**bad))
