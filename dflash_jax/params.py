@@ -24,12 +24,31 @@ class ConvParams(struct.PyTreeNode):
     projection: jax.Array  # [2 * taps * groups, E]: side slowest, group fastest
 
 
+class GdnParams(struct.PyTreeNode):
+    """A Gated-DeltaNet layer (spec/verify.md §3); Hv value heads of Dv dims, `conv_width` channels.
+
+    `in_proj` is every projection of the input: channels (queries, keys, values), output gate z,
+    then the gates b (strength of the write) and a (decay).
+    """
+
+    in_proj: jax.Array  # [in_width, E]
+    conv: jax.Array  # [taps, conv_width]; the last tap meets the row itself
+    a_log: jax.Array  # f32[Hv]
+    dt_bias: jax.Array  # f32[Hv]
+    norm: jax.Array  # [Dv], a plain weight
+    out: jax.Array  # [E, Hv * Dv]
+
+
 class LayerParams(struct.PyTreeNode):
-    """One decoder layer of a target or a drafter."""
+    """One decoder layer of a target or a drafter.
+
+    With `gdn` there is no attention. With a `router` F counts the columns of all experts side by
+    side, the shared one last; `targets.moe` says why. Norms of `1 + w` hold the sum, in f32.
+    """
 
     input_norm: jax.Array  # [E]
-    qkv: jax.Array  # [(H + 2K) * D, E]: query rows, key rows, value rows
-    o: jax.Array  # [E, H * D]
+    qkv: MaybeArray  # [(H + 2K) * D, E]: query, key, value rows; H * D rows more with a gate
+    o: MaybeArray  # [E, H * D]
     post_norm: jax.Array  # [E], before the feed-forward
     gate_up: jax.Array  # [2F, E]: gate rows, up rows
     down: jax.Array  # [E, F]
@@ -39,10 +58,13 @@ class LayerParams(struct.PyTreeNode):
     o_bias: MaybeArray = None  # [E]
     attention_conv: ConvParams | None = None
     mlp_conv: ConvParams | None = None
+    gdn: GdnParams | None = None
+    router: MaybeArray = None  # [experts, E]
+    shared_gate: MaybeArray = None  # [1, E]
 
 
 class TargetParams(struct.PyTreeNode):
-    """A dense target."""
+    """A target, dense or hybrid."""
 
     embed: jax.Array  # [V, E]
     layers: tuple[LayerParams, ...]
@@ -93,7 +115,7 @@ class ConfidencePolicy(struct.PyTreeNode):
 
 
 class DraftParams(struct.PyTreeNode):
-    """A DFlash, DFlash2 or DSpark drafter; embedding and head are the target's.
+    """A DFlash, DFlash2 or DSpark drafter; what is None of its vocabulary is the target's.
 
     `fused_kv` repeats the key and value rows of every layer's `qkv`, so that all layers' context
     keys come from one product; 2 % of the drafter's bytes buys four launches a step.
@@ -110,6 +132,10 @@ class DraftParams(struct.PyTreeNode):
     markov: MarkovParams | None = None
     confidence: ConfidenceParams | None = None
     policy: ConfidencePolicy | None = None  # None: every draft is verified
+    embed: MaybeArray = None  # [V, E]
+    mask_embed: MaybeArray = None  # [E] in the place of the mask token's row
+    head: MaybeArray = None  # [Vd, E]
+    d2t: MaybeArray = None  # i32[Vd] target id of each id of the head; None: they are the same
 
 
 class RuleParams(struct.PyTreeNode):

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from dflash_jax.config import DraftConfig, LayerAttention
 from dflash_jax.drafters.proposal import CommittedRows
+from dflash_jax.drafters.vocabulary import embed_block
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import (
     apply_rope,
-    embed,
     linear,
-    logits_of,
     rms_norm,
     rope_angles,
     split_qkv,
@@ -110,7 +109,7 @@ def forward(
 
     Args:
       params: DraftParams.
-      target: TargetParams, whose embedding the rows enter through.
+      target: TargetParams, whose embedding the rows enter through unless the drafter has one.
       state: DecodeState; the block starts at `seq_lens`.
       num_rows: i32[B] rows to verify; block rows beyond those that their drafts need are masked as
         keys, which equals a shorter block.
@@ -123,7 +122,7 @@ def forward(
     args = indirect_args(state.seq_lens, num_rows)
     ids = jnp.full((fixed.batch, fixed.verify_rows), config.mask_id, jnp.int32)
     ids = ids.at[:, 0].set(state.anchor)
-    x = embed(ids[:, :rows].reshape(-1), target.embed, config.input_embedding_scale)  # [N, E]
+    x = embed_block(params, target, ids[:, :rows].reshape(-1))  # [N, E]
     angles = rope_angles(meta.positions, config.rope, config.head_dim, fixed.capacity)
     scratch = scratch.replace(
         stream_buf=x,
@@ -152,18 +151,6 @@ def draft_rows(scratch: DflashScratch, config: DraftConfig, fixed: Fixed) -> jax
     """Final-norm rows of the drafts [B, num_drafts, E]."""
     rows = scratch.norm_buf.reshape(fixed.batch, -1, config.width)
     return rows[:, config.first_draft_row :]
-
-
-def draft_logits(
-    rows: jax.Array, head: jax.Array, config: DraftConfig, *, impl: str = "auto"
-) -> jax.Array:
-    """Transformed drafter logits f32[J, V]: times output_multiplier, then soft-capped."""
-    logits = logits_of(rows.reshape(-1, rows.shape[-1]), head, impl=impl)
-    if config.output_multiplier != 1.0:
-        logits = logits * config.output_multiplier
-    if config.soft_cap is not None:
-        logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
-    return logits
 
 
 def layer(

@@ -7,6 +7,7 @@ import jax
 import pallas_kernels as pk
 from dflash_jax.drafters import backbone
 from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.drafters.vocabulary import draft_logits, num_choices, target_ids
 from dflash_jax.fixed import Fixed
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params
@@ -30,8 +31,8 @@ def propose(
         draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=options.impl
     )
     rows = backbone.draft_rows(scratch, draft.config, fixed)
-    logits = backbone.draft_logits(rows, target.lm_head, draft.config, impl=options.impl)
-    tokens = pk.argmax_rows(logits, vocab=target.config.real_vocab)
+    logits = draft_logits(draft, target, rows, impl=options.impl)
+    tokens = target_ids(draft, pk.argmax_rows(logits, vocab=num_choices(draft, target)))
     scratch = scratch.replace(logits=logits)
     return (
         Proposal(tokens.reshape(fixed.batch, fixed.num_drafts), num_rows - 1),

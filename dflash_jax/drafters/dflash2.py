@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from dflash_jax.drafters import backbone
 from dflash_jax.drafters.proposal import Proposal
+from dflash_jax.drafters.vocabulary import draft_logits, num_choices, target_ids
 from dflash_jax.fixed import Fixed
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params, SelectorParams
@@ -36,10 +37,11 @@ def propose(
         draft, target, state, num_rows, buffers, scratch, fixed=fixed, impl=options.impl
     )
     rows = backbone.draft_rows(scratch, config, fixed)
-    logits = backbone.draft_logits(rows, target.lm_head, config, impl=options.impl)
+    logits = draft_logits(draft, target, rows, impl=options.impl)
     vals, ids = pk.top16(
-        logits, k=config.selector_top_k, vocab=target.config.real_vocab, impl=options.impl
+        logits, k=config.selector_top_k, vocab=num_choices(draft, target), impl=options.impl
     )
+    ids = target_ids(draft, ids)
     projected = pk.skinny_matmul(
         rows.reshape(-1, rows.shape[-1]),
         selector.hidden_projection,
