@@ -39,6 +39,29 @@ class AttnMetadataSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GdnLayerSpec:
+    """Arrays of one Gated-DeltaNet layer; what each holds is at `state.GdnLayerState`."""
+
+    state: ArraySpec
+    conv: ArraySpec
+    past_kv: ArraySpec
+    past_g: ArraySpec
+    past_beta: ArraySpec
+
+
+@dataclass(frozen=True, slots=True)
+class StateTableSpec(ArraySpec):
+    """A table of slots i32[B], and what it points at: arrays of `num_slots` rows a layer.
+
+    In the engine this name comes from, the table was one of addresses; what stood at them is as
+    fixed as the table, so it is described here.
+    """
+
+    num_slots: int
+    layers: tuple[GdnLayerSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DraftFixed:
     """Arrays of a bound multi-token-prediction head, which keeps its own cache."""
 
@@ -65,7 +88,7 @@ class Fixed:
     verify_meta: AttnMetadataSpec  # one sequence, anchor and drafts
     verify_batch_meta: AttnMetadataSpec  # every sequence, anchor and drafts
     draft: DraftFixed | None  # None: no multi-token-prediction head is bound
-    verify_wy_tables: ArraySpec | None  # i32[B] GDN state slot a sequence; None: no GDN layer
+    verify_wy_tables: StateTableSpec | None  # i32[B] GDN state slot a sequence; None: no GDN layer
     verify_batch_tokens: ArraySpec  # i32[N] argmax of each verify row
     ffn_act_q8: ArraySpec | None  # None: no quantised feed-forward exists yet
     k_pools: tuple[ArraySpec, ...]  # one an attention layer: the target's, then the drafter's
@@ -160,7 +183,7 @@ def plan(
     num_pages = batch * pages if num_pages is None else num_pages
     width = max(prefill_chunk, num_rows)
     pool = ArraySpec(pool_shape(num_pages, page_size, target.num_kv_heads, target.head_dim), dtype)
-    pools = (pool,) * target.num_layers
+    pools = (pool,) * target.num_attention_layers
     if layers is not None:
         shape = pool_shape(num_pages, page_size, layers.num_kv_heads, layers.head_dim)
         pools += (ArraySpec(shape, dtype),) * layers.num_layers
@@ -174,7 +197,7 @@ def plan(
         verify_meta=AttnMetadataSpec(rows, 1, pages),
         verify_batch_meta=AttnMetadataSpec(num_rows, batch, pages),
         draft=None,
-        verify_wy_tables=None,
+        verify_wy_tables=_state_table(target, batch, rows, dtype),
         verify_batch_tokens=ArraySpec((num_rows,), "int32"),
         ffn_act_q8=None,
         k_pools=pools,
@@ -182,6 +205,29 @@ def plan(
         block_size=page_size,
         cache_stride=math.prod(pool.shape[1:]),
     )
+
+
+def _state_table(
+    target: TargetConfig, num_slots: int, rows: int, dtype: str
+) -> StateTableSpec | None:
+    """States of a hybrid target's Gated-DeltaNet layers, a slot a sequence."""
+    gdn = target.gdn
+    if gdn is None:
+        return None
+
+    def of_rows(*shape: int, dtype: str = dtype) -> ArraySpec:
+        return ArraySpec((num_slots, *shape), dtype)
+
+    heads = gdn.num_value_heads
+    layer = GdnLayerSpec(
+        state=of_rows(heads, gdn.key_dim, gdn.value_dim, dtype="float32"),
+        conv=of_rows(gdn.conv_taps - 1 + rows, gdn.conv_width),
+        past_kv=of_rows(rows, gdn.conv_width - gdn.key_width),
+        past_g=of_rows(rows, heads, dtype="float32"),
+        past_beta=of_rows(rows, heads, dtype="float32"),
+    )
+    layers = (layer,) * len(target.gdn_layers)
+    return StateTableSpec((num_slots,), "int32", num_slots, layers)
 
 
 def _check_sizes(

@@ -19,10 +19,16 @@ _LOW_POSITIONS = 256  # rope positions are split as 256 * high + low
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis, rounded to x.dtype before `weight` as Qwen3 and Llama do."""
+    """RMSNorm over the last axis, rounded to x.dtype before `weight` as Qwen3 and Llama do.
+
+    An f32 weight beside narrower rows, which a `1 + w` norm has, multiplies before the rounding.
+    """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
+    weight = jnp.expand_dims(weight, range(x.ndim - 1))
+    if weight.dtype == x.dtype:
+        return (wide * scale).astype(x.dtype) * weight
+    return (wide * scale * weight).astype(x.dtype)
 
 
 def linear(
@@ -103,12 +109,14 @@ def _rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[n
 def rope_angles(
     positions: jax.Array, rope: RopeConfig, head_dim: int, max_positions: int
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin f32[N, D/2] at i32 positions[N] below `max_positions`.
+    """cos and sin f32[N, D/2] at i32 positions[N] below `max_positions`; D the dims that turn.
 
     f32 positions times f32 frequencies are 3e-3 rad off at 131,071, so the angle is put together
     from two small exact tables: cos(a + b) and sin(a + b) with a = 256 * high, b = low.
     """
-    cos_high, sin_high, cos_low, sin_low = _rope_tables(rope, head_dim, max_positions)
+    cos_high, sin_high, cos_low, sin_low = _rope_tables(
+        rope, rope.rotary_dim(head_dim), max_positions
+    )
     high = jnp.clip(positions // _LOW_POSITIONS, 0, cos_high.shape[0] - 1)
     low = positions % _LOW_POSITIONS
     ch, sh = jnp.asarray(cos_high)[high], jnp.asarray(sin_high)[high]
@@ -120,10 +128,15 @@ def rope_angles(
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the halves of x[N, H, D] by cos, sin f32[N, D/2]; f32 inside, one rounding."""
-    half = x.shape[-1] // 2
+    """Rotate x[N, H, D] by cos, sin f32[N, n], pair (i, i + n); f32 inside, one rounding.
+
+    The first 2n dims turn, which is all of them unless the model turns a part of each head.
+    """
+    half = cos.shape[-1]
     wide = x.astype(jnp.float32)
-    first, second = wide[..., :half], wide[..., half:]
+    first, second = wide[..., :half], wide[..., half : 2 * half]
     c, s = cos[:, None, :], sin[:, None, :]
-    rotated = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-    return rotated.astype(x.dtype)
+    parts = [first * c - second * s, second * c + first * s]
+    if 2 * half < x.shape[-1]:
+        parts.append(wide[..., 2 * half :])
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

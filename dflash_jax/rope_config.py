@@ -16,7 +16,7 @@ class RopeConfig:
     """Rotary embedding of one model; formulas in `layers.rope_frequencies`.
 
     `attention_factor` multiplies cos and sin (YaRN); `original_context` is the length before
-    scaling.
+    scaling. `rotated` is the share of a head's dims that turn, the first ones; the others stay.
     """
 
     kind: str = "default"
@@ -29,10 +29,24 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    rotated: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dims of a head that turn."""
+        return int(head_dim * self.rotated)
 
     @staticmethod
-    def from_hf(config: Json, *, default_theta: float, who: str) -> RopeConfig:
+    def from_hf(
+        config: Json, *, default_theta: float, who: str, default_rotated: float | None = None
+    ) -> RopeConfig:
         """Read `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old).
+
+        `mrope_section` and its order say which of three position streams a frequency reads; text
+        has one, so they change nothing.
+
+        Args:
+          default_rotated: share of a head that turns where the config does not say, for families
+            that turn a part of it; None: all of it, and nothing else is accepted.
 
         Raises:
           NotImplementedError: a rope type other than default, linear, llama3 or yarn.
@@ -53,11 +67,9 @@ class RopeConfig:
                 f"{who}: rope type {kind!r} is not supported, wanted one of "
                 f"{', '.join(_ROPE_KINDS)}"
             )
-        rotated = number(config, "partial_rotary_factor", who, 1.0)
-        if number(scaling, "partial_rotary_factor", who, rotated) != 1.0:
-            raise NotImplementedError(f"{who}: partial_rotary_factor below 1 is not supported")
+        rotated = _rotated(config, scaling, default_rotated, who)
         if kind == "default":
-            return RopeConfig(theta=theta)
+            return RopeConfig(theta=theta, rotated=rotated)
         if scaling.get("factor") is None:
             raise ValueError(f"{who}: rope type {kind!r} has no factor")
         factor = number(scaling, "factor", who, above=0.0)
@@ -84,7 +96,24 @@ class RopeConfig:
                 _yarn_attention_factor(scaling, factor, who) if kind == "yarn" else 1.0
             ),
             truncate=flag(scaling, "truncate", who, True),
+            rotated=rotated,
         )
+
+
+def _rotated(config: Json, scaling: Json, default: float | None, who: str) -> float:
+    """The share of a head that turns; what is below 1 only where the family has a default."""
+    share = number(config, "partial_rotary_factor", who, 1.0 if default is None else default)
+    share = number(scaling, "partial_rotary_factor", who, share)
+    if default is None and share != 1.0:
+        raise NotImplementedError(f"{who}: partial_rotary_factor below 1 is not supported")
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"{who}: partial_rotary_factor is {share}, wanted above 0 and at most 1")
+    dim = config.get("head_dim")
+    if default is not None and isinstance(dim, int) and (dim * share < 2 or dim * share % 2):
+        raise NotImplementedError(
+            f"{who}: partial_rotary_factor {share} of head_dim {dim} is not a number of pairs"
+        )
+    return share
 
 
 def _yarn_attention_factor(scaling: Json, factor: float, who: str) -> float:

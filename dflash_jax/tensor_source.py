@@ -53,8 +53,8 @@ class TensorSource:
     def drop(self, name: str) -> None:
         self.names.remove(name)
 
-    def take(self, name: str, *shape: int) -> np.ndarray:
-        """Take one tensor in the compute dtype, as host memory of its own."""
+    def take(self, name: str, *shape: int, dtype: Any = None) -> np.ndarray:
+        """Take one tensor in the compute dtype, or another, as host memory of its own."""
         array = self.peek(name)
         self.names.remove(name)
         if array.shape != shape:
@@ -68,7 +68,7 @@ class TensorSource:
                 f"{self.path}: tensor {name!r} is {array.dtype}, supported are float32, float16 "
                 "and bfloat16"
             )
-        return array.astype(self.dtype)
+        return array.astype(self.dtype if dtype is None else dtype)
 
     def put(self, name: str, *shape: int) -> jax.Array:
         return jax.device_put(self.take(name, *shape))

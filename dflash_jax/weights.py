@@ -22,9 +22,9 @@ from dflash_jax.draft_weights import (
     read_draft_config,
 )
 from dflash_jax.json_file import read_json
-from dflash_jax.layer_weights import read_layer
 from dflash_jax.params import TargetParams
 from dflash_jax.safetensors_io import read_checkpoint
+from dflash_jax.target_layer_weights import read_norm, read_target_layer
 from dflash_jax.tensor_source import TensorSource, same_bits
 
 __all__ = [
@@ -85,7 +85,7 @@ def load_target(
     real_vocab: int | None = None,
     progress: Progress | None = None,
 ) -> TargetParams:
-    """Load a Qwen3 or Llama target.
+    """Load a Qwen3, Llama, Qwen3-MoE, Qwen3-Next or Qwen3.5 target, the text part alone.
 
     Args:
       path: a folder with config.json and safetensors, a .gguf file, or "smollm2".
@@ -154,14 +154,20 @@ def _read_target(
     embed = source.put(embed_name, config.vocab, config.width)
     layers = []
     for i in range(config.num_layers):
-        name = f"{prefix}layers.{i}."
-        layers.append(jax.block_until_ready(read_layer(source, name, config)))
+        layer = read_target_layer(
+            source,
+            f"{prefix}layers.{i}.",
+            config,
+            is_gdn=i in config.gdn_layers,
+            has_experts=i in config.moe_layers,
+        )
+        layers.append(jax.block_until_ready(layer))
         if progress is not None:
             progress(i + 1, config.num_layers)
     return TargetParams(
         embed=embed,
         layers=tuple(layers),
-        norm=source.put(f"{prefix}norm.weight", config.width),
+        norm=read_norm(source, f"{prefix}norm.weight", config.width, config),
         head=head,
         config=config,
     )
