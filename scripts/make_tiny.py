@@ -1,7 +1,8 @@
 """Write a tiny random target and drafter in public checkpoint formats, for tests and notebooks.
 
 The target is a Qwen3 or Llama folder with a byte-level tokenizer and a chat template; the drafter
-is a z-lab DFlash or DFlash2 folder for it. NumPy only: no jax, no network, a few hundred kB.
+is a DFlash, DFlash2 or DSpark folder for it, or one with an MTP head. NumPy only: no jax, no
+network, a few hundred kB.
 
 Example:
     python scripts/make_tiny.py /tmp/tiny --target qwen3 --drafter dflash2
@@ -22,6 +23,12 @@ import tokenizers
 from dflash_jax.safetensors_io import write_file
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+    "mtp": "MtpDraftModel",
+}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -61,12 +68,12 @@ def write_tiny_pair(
     Args:
       folder: made if it does not exist.
       target: "qwen3" or "llama".
-      drafter: "dflash" or "dflash2".
+      drafter: "dflash", "dflash2", "dspark" or "mtp".
       seed: of all weights.
       dtype: "float32" or "bfloat16".
       num_layers: of the target; the drafter has two and taps all but the last, three at most.
       tied: whether the head is the embedding.
-      block_size: rows of the drafter's block, the anchor included.
+      block_size: rows of a verification, the anchor included; one more than the drafts.
       draft_config: keys that replace those of the drafter's config.json; `dflash_config` is merged.
     """
     folder = Path(folder)
@@ -78,9 +85,14 @@ def write_tiny_pair(
     _write_json(pair.target / "generation_config.json", {"eos_token_id": [305, 303]})
     draft = drafter_config(drafter, hf, block_size)
     changes = dict(draft_config or {})
-    draft["dflash_config"] |= changes.pop("dflash_config", {})
-    draft |= changes
-    _write_model(pair.drafter, draft, _drafter_tensors(draft, hf["hidden_size"], rng), dtype)
+    if drafter == "mtp":
+        draft |= changes
+        tensors = _mtp_tensors(draft, rng)
+    else:
+        draft["dflash_config"] |= changes.pop("dflash_config", {})
+        draft |= changes
+        tensors = _drafter_tensors(draft, hf["hidden_size"], rng)
+    _write_model(pair.drafter, draft, tensors, dtype)
     return pair
 
 
@@ -112,13 +124,18 @@ def target_config(kind: str, num_layers: int, tied: bool, dtype: str) -> dict[st
 
 
 def drafter_config(kind: str, target: Mapping[str, Any], block_size: int) -> dict[str, Any]:
-    """config.json of a two-layer drafter for `target`, the first layer sliding for DFlash2."""
-    architectures = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-    if kind not in architectures:
-        raise ValueError(f"drafter {kind!r}, wanted one of {', '.join(architectures)}")
+    """config.json of a two-layer drafter for `target`, the first layer sliding for DFlash2.
+
+    An MTP head has one layer, the target's own kind.
+    """
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"drafter {kind!r}, wanted one of {', '.join(ARCHITECTURES)}")
+    if kind == "mtp":
+        own = {"mtp_num_hidden_layers": 1, "num_speculative_tokens": block_size - 1}
+        return {**target, "architectures": [ARCHITECTURES[kind]]} | own
     taps = list(range(target["num_hidden_layers"] - 1))[-3:]
     nested: dict[str, Any] = {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": taps}
-    config = {**target, "architectures": [architectures[kind]], "model_type": "qwen3"}
+    config = {**target, "architectures": [ARCHITECTURES[kind]], "model_type": "qwen3"}
     for name in ("bos_token_id", "eos_token_id"):
         del config[name]
     config |= {
@@ -134,6 +151,15 @@ def drafter_config(kind: str, target: Mapping[str, Any], block_size: int) -> dic
     }
     if kind == "dflash":
         return config | {"block_size": block_size}
+    if kind == "dspark":
+        nested |= {
+            "block_size": block_size - 1,  # the anchor's row drafts as well
+            "markov_rank": 16,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+        return config
     nested |= {
         "block_size": block_size,
         "conv_kernel_size": 2,
@@ -207,7 +233,38 @@ def _drafter_tensors(config: Mapping[str, Any], target_width: int, rng) -> dict:
             "candidate_selector.predecessor_codebook": rng.standard_normal((vocab, rank)),
             "candidate_selector.successor_codebook": rng.standard_normal((vocab, rank)),
         }
+    if config["architectures"] == ["DSparkDraftModel"]:
+        tensors |= _spark_heads(config["vocab_size"], width, nested, rng)
     return tensors
+
+
+def _spark_heads(vocab: int, width: int, nested: Mapping[str, Any], rng) -> dict:
+    """Markov head, its biases about half as large as the logits, and confidence head."""
+    rank, heads = nested["markov_rank"], {}
+    if rank:
+        heads["markov_head.markov_w1.weight"] = rng.standard_normal((vocab, rank))
+        heads["markov_head.markov_w2.weight"] = 2.0 * _matrix(rng, vocab, rank)
+    mixes = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 3, 2)}
+    if rank and nested["markov_head_type"] in mixes:
+        name, parts, latents = mixes[nested["markov_head_type"]]
+        mix = _matrix(rng, parts * rank, width + latents * rank)
+        heads[f"markov_head.{name}.weight"] = mix
+        heads[f"markov_head.{name}.bias"] = 0.1 * rng.standard_normal(parts * rank)
+    if nested["enable_confidence_head"]:
+        columns = width + (rank if nested["confidence_head_with_markov"] else 0)
+        heads["confidence_head.proj.weight"] = 2.0 * _matrix(rng, 1, columns)
+        heads["confidence_head.proj.bias"] = np.ones(1)
+    return heads
+
+
+def _mtp_tensors(config: Mapping[str, Any], rng: np.random.Generator) -> dict:
+    width = config["hidden_size"]
+    tensors = {"fc.weight": _matrix(rng, width, 2 * width)}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"{name}.weight"] = _gain(rng, width)
+    layer = _layer(config, rng, has_qk_norm=config["model_type"] == "qwen3")
+    tensors |= {f"layers.0.{name}": x for name, x in layer.items()}
+    return {f"mtp.{name}": x for name, x in tensors.items()}
 
 
 def _conv(at: str, width: int, nested: Mapping[str, Any], rng: np.random.Generator) -> dict:
@@ -253,9 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="gets the folders target and drafter")
     parser.add_argument("--target", choices=("qwen3", "llama"), default="qwen3")
-    parser.add_argument("--drafter", choices=("dflash", "dflash2"), default="dflash2")
+    parser.add_argument("--drafter", choices=tuple(ARCHITECTURES), default="dflash2")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--block-size", type=int, default=8, help="rows of a block")
+    parser.add_argument("--block-size", type=int, default=8, help="rows of a verification")
     parser.add_argument("--tied", action="store_true", help="no head of its own")
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args(argv))

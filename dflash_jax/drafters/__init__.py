@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.config import RuleConfig
-from dflash_jax.drafters import backbone, dflash, dflash2, oracle, prompt_lookup
+from dflash_jax.drafters import backbone, dflash, dflash2, dspark, oracle, prompt_lookup
 from dflash_jax.drafters.oracle import oracle_drafter
 from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
@@ -61,6 +61,7 @@ _BY_KIND = {
     "oracle": Drafter(oracle.propose, _keep_context),
     "dflash": Drafter(dflash.propose, backbone.fuse_context),
     "dflash2": Drafter(dflash2.propose, backbone.fuse_context),
+    "dspark": Drafter(dspark.propose, backbone.fuse_context),
 }
 
 

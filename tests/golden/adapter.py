@@ -14,13 +14,13 @@ import numpy as np
 import pallas_kernels as pk
 from dflash_jax import drafters, loop, targets
 from dflash_jax.config import RuleConfig
-from dflash_jax.drafters import CommittedRows, backbone
+from dflash_jax.drafters import CommittedRows, backbone, confidence, dspark
 from dflash_jax.fixed import plan
 from dflash_jax.layers import linear, logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata, slots_at
 from dflash_jax.options import DecodeOptions
 from dflash_jax.pages import block_table
-from dflash_jax.params import Params, RuleParams
+from dflash_jax.params import DraftParams, MarkovParams, Params, RuleParams
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import Status, init_buffers, init_state
 from dflash_jax.weights import load_drafter, load_target
@@ -64,7 +64,16 @@ def target_outputs(params, ids):
         count = jnp.full((batch,), rows, jnp.int32)
         meta = rows_metadata(start, count, buffers.meta.block_table, rows, fixed.page_size)
         args = indirect_args(start, count)
-        out = targets.forward(target, tokens, meta, args, buffers, taps=tuple(taps))
+        out = targets.forward(
+            target,
+            tokens,
+            meta,
+            args,
+            buffers,
+            taps=tuple(taps),
+            slots=buffers.verify_wy_tables,
+            is_prefill=True,
+        )
         return logits_of(out.hidden, target.lm_head), out.features, out.hidden
 
     flat = ids.reshape(-1).astype(np.int32)
@@ -88,7 +97,7 @@ def draft_steps(params, ids, features, schedule):
       {golden array name: array without its batch axis} a step.
     """
     config = params.draft.config
-    fixed = _plan(params, capacity=int(schedule[-1]) + config.block_rows)
+    fixed = _plan(params, capacity=int(schedule[-1]) + config.max_drafts + 1)
     state, scratch = init_state(fixed), init_scratch(config, fixed=fixed)
     buffers = _with_pages(init_buffers(fixed), fixed)
     fed, widest = 0, int(np.max(np.diff(schedule, prepend=0)))
@@ -133,7 +142,7 @@ def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed)
     got = {
         "fc_out": linear(features, draft.fc),
         "ctx": scratch.fc_proj[: features.shape[0]],
-        "block_ids": scratch.draft_tokens_dev,
+        "block_ids": scratch.draft_tokens_dev[: draft.config.block_rows],
         "noise_embedding": layers[0][0],
         "final_hidden": scratch.norm_buf,
         "logits": scratch.logits,
@@ -146,7 +155,20 @@ def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed)
         got[f"layer{i}.v_cache"] = _in_order(v_pool, buffers)
     if draft.selector is not None:
         got |= _walk_arrays(draft, state, scratch)
+    if draft.config.kind == "dspark":
+        got |= _chain_arrays(draft, state, scratch, fixed)
     return got, buffers, scratch
+
+
+def _chain_arrays(draft, state, scratch, fixed):
+    """The base logits of a DSpark block with every row's bias, which the scratch keeps one of."""
+    rows, base = backbone.draft_rows(scratch, draft.config, fixed), scratch.logits
+    chain = dspark.decide(draft, rows, base[None], state.anchor, vocab=base.shape[1])
+    bias = jnp.concatenate(chain.biases) if chain.biases else jnp.zeros_like(base)
+    got = {"base_logits": base, "markov_bias": bias, "corrected_logits": base + bias}
+    if draft.confidence is not None:
+        got["confidence_logits"] = scratch.conf_out[0]
+    return got
 
 
 def _walk_arrays(draft, state, scratch):
@@ -223,6 +245,41 @@ def _select(hidden, logits, projection, predecessor, successor, anchor, *, count
         "greedy_walk_scores": scores[..., :count],
         "edge_scores": edge_scores[:, 0, :count].reshape(batch, rows, count, count),
     }
+
+
+def markov_chain(kind, arrays):
+    """Biases [B, R, V] and tokens [B, R] of a Markov head on its own, greedily."""
+    arrays = {n: jnp.asarray(x) for n, x in arrays.items()}
+    tensors = {n.removeprefix("param."): x for n, x in arrays.items() if n.startswith("param.")}
+    mix = {n.split(".")[-1]: x for n, x in tensors.items() if "proj" in n}
+    head = MarkovParams(
+        tensors["markov_w1.weight"],
+        tensors["markov_w2.weight"],
+        mix.get("weight"),
+        mix.get("bias"),
+    )
+    hidden, base = arrays["hidden"], arrays["base_logits"]
+    config = mock.Mock(markov_kind=kind, markov_rank=head.embed.shape[1], vocab=base.shape[-1])
+    draft = DraftParams(None, None, None, None, (), None, None, config, markov=head)
+    anchor = arrays["first_prev_token"]
+    chain = dspark.decide(draft, hidden, base, anchor, vocab=base.shape[-1])
+    return np.stack(chain.biases, axis=1), np.asarray(chain.tokens)
+
+
+def markov_biases(kind, arrays):
+    """Biases [B, R, V] of a Markov head whose predecessors are given."""
+    previous = arrays["teacher_prev_tokens"]
+    # A large base logit forces each row's token, which is the next row's predecessor.
+    base = np.zeros_like(arrays["base_logits"])
+    batch, rows = np.indices(previous[:, 1:].shape)
+    base[batch, rows, previous[:, 1:]] = 1e4
+    forced = arrays | {"base_logits": base, "first_prev_token": previous[:, 0]}
+    return markov_chain(kind, forced)[0]
+
+
+def with_threshold(params, threshold):
+    """The pair, keeping drafts before the first whose confidence is below `threshold`."""
+    return params.replace(draft=confidence.with_threshold(params.draft, threshold))
 
 
 def spec_generate(params, prompt, max_new_tokens, stop_ids=(), *, capacity, keep=None):

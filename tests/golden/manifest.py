@@ -14,9 +14,6 @@ import pytest
 from tests.reference.checkpoint import read_config, read_safetensors
 
 NOT_BUILT_KINDS = {
-    "dspark_forward": "the DSpark drafter is not built yet",
-    "dspark_modules": "the DSpark drafter is not built yet",
-    "dspark_spec_generate": "the DSpark drafter is not built yet",
     "mtp": "the MTP drafter is not built yet",
     "gdn": "Gated-DeltaNet targets are not built yet",
     "rejection": "sampled verification is not built yet",

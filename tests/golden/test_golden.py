@@ -17,7 +17,7 @@ from tests.golden.manifest import check_of, parametrize_cases
 # A spec run states no tolerance: ten times the typical f32 error of a dense target's logits.
 SPEC_LOGITS_ATOL = 1e-4
 # Arrays that the manifest's "logits" tolerance covers; the others are "hidden".
-SCORES = ("logits", "unary", "walk_scores")
+SCORES = ("logits", "unary", "walk_scores", "markov_bias")
 # Nor do selector scores: ten times the 8e-7 by which the recorded f32 scores miss f64.
 SELECTOR_ATOL = 1e-5
 
@@ -158,6 +158,40 @@ def check_spec_generate(case, arrays):
         check_steps(run, steps, want)
 
 
+def check_markov_heads(case, arrays):
+    """Each Markov head alone: with the predecessors given, and greedily."""
+    for kind in ("vanilla", "gated", "rnn"):
+        own = {n.removeprefix(f"{kind}."): a for n, a in arrays.items() if n.startswith(f"{kind}.")}
+        bias, tokens = adapter.markov_chain(kind, own)
+        np.testing.assert_array_equal(tokens, own["greedy_tokens"], err_msg=kind)
+        atol = case.atol(kind)
+        within(kind, bias + own["base_logits"], own["greedy_corrected_logits"], atol)
+        forced = adapter.markov_biases(kind, own)
+        within(kind, forced + own["base_logits"], own["teacher_forced_logits"], atol)
+        within(kind, forced[:, 0], own["stateless_step_bias_row0"], atol)
+
+
+def check_spark_generate(case, arrays):
+    """Every greedy run, cut by confidence; the `sampled` run belongs to sampled verification.
+
+    The recorded loop verifies full blocks to the end and then trims; steps near it are left out.
+    """
+    params = adapter.load_pair(case.target_folder, case.draft_folder)
+    runs = sorted({n.split(".")[0] for n in arrays if n.startswith("run")})
+    capacity = max(arrays[f"{run}.output_ids"].size for run in runs) + 8
+    for run in runs:
+        want = {n.removeprefix(f"{run}."): a for n, a in arrays.items() if n.startswith(f"{run}.")}
+        request = want["prompt"][0], int(want["max_new_tokens"][0]), want["stop_ids"].tolist()
+        confident = adapter.with_threshold(params, float(want["confidence_threshold"][0]))
+        got, status, steps = adapter.spec_generate(confident, *request, capacity=capacity)
+        np.testing.assert_array_equal(got, want["output_ids"][0], err_msg=run)
+        assert status.name == ("STOP" if got[-1] in want["stop_ids"] else "LENGTH")
+        end = want["prompt"].size + request[1]
+        full = int(np.sum(want["start"] + params.draft.config.max_drafts + 1 < end))
+        assert full > 1 or run == "run3"
+        check_steps(run, steps[:full], {n: a[:full] for n, a in want.items()})
+
+
 def check_steps(run, steps, want):
     assert [step.start for step in steps] == want["start"].tolist()
     assert [step.produced for step in steps] == want["produced"].tolist()
@@ -208,4 +242,7 @@ CHECKS = {
     "dflash2_modules": check_modules,
     "dflash_spec_generate": check_spec_generate,
     "dflash2_spec_generate": check_spec_generate,
+    "dspark_forward": check_forward,
+    "dspark_modules": check_markov_heads,
+    "dspark_spec_generate": check_spark_generate,
 }
