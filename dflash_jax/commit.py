@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from dflash_jax import drafters
 from dflash_jax.drafters.proposal import CommittedRows
 from dflash_jax.fixed import Fixed
+from dflash_jax.gdn_state import keep_rows
 from dflash_jax.metadata import slots_at
 from dflash_jax.params import Params
 from dflash_jax.scratch import DflashScratch
@@ -24,6 +25,8 @@ def commit(
     impl: str = "auto",
 ) -> tuple[DecodeState, Buffers, DflashScratch]:
     """Keep the committed tokens; K/V of rejected rows is left behind, beyond every length.
+
+    Nor does their effect on a recurrent state have to be undone: `gdn_state` says why.
 
     Rows 0..num_committed-1 of the block become context of the drafter: the anchor and the accepted
     drafts, whose target features exist. The bonus token has none yet; it is the next anchor.
@@ -44,6 +47,8 @@ def commit(
     buffers, scratch = drafters.get(params.draft).advance(
         params, rows, buffers, scratch, fixed=fixed, impl=impl
     )
+    gdn = keep_rows(buffers.gdn, buffers.verify_wy_tables, verification.num_rows, count)
+    buffers = buffers.replace(gdn=gdn)
     last = jnp.maximum(count - 1, 0)[:, None]
     anchor = jnp.take_along_axis(verification.committed, last, axis=1)[:, 0]
     state = state.replace(
@@ -53,6 +58,9 @@ def commit(
         remaining=state.remaining - count,
         status=verification.status,
         num_steps=state.num_steps + 1,
+        sampling=None
+        if state.sampling is None
+        else state.sampling.after(verification.committed, is_new),
     )
     return state, buffers, scratch
 

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels as pk
-from dflash_jax.sampling import GREEDY_BELOW, SamplingState
+from dflash_jax.sampling import GREEDY_BELOW, Purpose, SamplingState, uniforms
 
 _NODE = 128  # entries summed a level when drawing
 _WEIGHT_BITS = 30  # bit patterns of floats up to 1.0 lie below 2^30
 
 
-def processed_logits(logits: jax.Array, drafts: jax.Array, sampling: SamplingState) -> jax.Array:
+def processed_logits(
+    logits: jax.Array, drafts: jax.Array, sampling: SamplingState | None
+) -> jax.Array:
     """Logits after bias and penalties, f32[B * R, V]; the same array if there are none of them.
 
     Args:
@@ -28,7 +30,7 @@ def processed_logits(logits: jax.Array, drafts: jax.Array, sampling: SamplingSta
       drafts: i32[B, R-1]; row i is read as if drafts 0..i-1 were part of the answer, so a token
         that a block repeats is penalised inside it.
     """
-    if sampling.bias is None and sampling.counts is None:
+    if sampling is None or (sampling.bias is None and sampling.counts is None):
         return logits
     batch = drafts.shape[0]
     x = logits.reshape(batch, -1, logits.shape[1])
@@ -89,6 +91,23 @@ def distribution(logits: jax.Array, rows: SamplingState, *, vocab: int) -> jax.A
     if rows.min_p is not None:
         weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)  # the best weighs 1
     return _or_best(weights / jnp.sum(weights, axis=1, keepdims=True), logits, rows, vocab)
+
+
+def target_choice(
+    logits: jax.Array, sampling: SamplingState | None, positions: jax.Array, *, vocab: int
+) -> jax.Array:
+    """The target's own token behind every row, i32[B, R]: the best one, or drawn.
+
+    Args:
+      logits: f32[B * R, V], bias and penalties applied.
+      sampling: of the B sequences; None takes the best tokens.
+      positions: i32[B, R] where the tokens will stand.
+    """
+    if sampling is None or sampling.keys is None:
+        return pk.argmax_rows(logits, vocab=vocab).reshape(positions.shape)
+    p = distribution(logits, sampling.rows(positions.shape[1]), vocab=vocab)
+    u = uniforms(sampling.keys, positions, Purpose.TARGET)
+    return draw(p, u.reshape(-1)).reshape(positions.shape)
 
 
 def draft_distribution(logits: jax.Array, temperature: jax.Array, *, vocab: int) -> jax.Array:
@@ -199,6 +218,13 @@ def draw(weights: jax.Array, u: jax.Array) -> jax.Array:
         child, rest = _descend(children, rest)
         index = index * _NODE + child
     return index
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, *, vocab: int) -> jax.Array:
+    """log softmax of f32[N, V] over the first `vocab` columns, at tokens i32[N]: f32[N]."""
+    real = logits[:, :vocab]
+    chosen = jnp.take_along_axis(real, tokens[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(real, axis=1)
 
 
 def _nodes(level: jax.Array) -> jax.Array:

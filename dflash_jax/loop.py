@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import pallas_kernels as pk
 from dflash_jax import drafters
 from dflash_jax.commit import commit, write_tokens
+from dflash_jax.distribution import processed_logits, target_choice, token_logprobs
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.fixed import Fixed
+from dflash_jax.gdn_state import check_gdn_state
 from dflash_jax.layers import logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata
 from dflash_jax.options import DecodeOptions
@@ -41,6 +42,7 @@ class FirstToken(NamedTuple):
     token: jax.Array  # i32[]
     logits_hash: jax.Array | None  # u32[], if certified
     status: jax.Array  # i32[] of the sequence
+    logprob: jax.Array | None  # f32[], if asked for
 
 
 class StepOutput(NamedTuple):
@@ -59,6 +61,7 @@ class ChunkOutput(NamedTuple):
     num_proposed: jax.Array  # i32[cycles, B] drafts that were verified
     drafts: jax.Array  # i32[cycles, B, num_drafts]
     hashes: jax.Array | None  # u32[cycles, B, R]
+    logprobs: jax.Array | None  # f32[cycles, B, R]
     num_cycles: jax.Array  # i32[]
     status: jax.Array  # i32[B] after the chunk
 
@@ -111,29 +114,62 @@ def prefill(
         raise ValueError(
             f"prefill: {tokens.shape[0]} tokens in a call, Fixed is planned for {fixed.max_rows}"
         )
+    slots = buffers.verify_wy_tables
+    check_gdn_state("prefill", buffers.gdn, slots, fixed)
     impl = options.impl
     start = state.seq_lens[sequence][None]
     count = num_tokens[None]
     table = buffers.meta.block_table
     meta = rows_metadata(start, count, table[sequence][None], tokens.shape[0], fixed.page_size)
     hidden, features, buffers = target_rows(
-        params, tokens, meta, indirect_args(start, count), buffers, impl=impl
+        params,
+        tokens,
+        meta,
+        indirect_args(start, count),
+        buffers,
+        slots=None if slots is None else slots[sequence][None],
+        is_prefill=True,
+        impl=impl,
     )
     last_row = lax.dynamic_slice_in_dim(hidden, num_tokens - 1, 1, axis=0)
     logits = logits_of(last_row, params.target.lm_head, impl=impl)  # f32[1, V]
-    first = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)[0]
+    vocab = params.target.config.real_vocab
+    state = _note_prompt(state, sequence, tokens, num_tokens)
+    first = _first_token(state, sequence, logits, start + count, vocab)
     is_last = following < 0
     next_tokens = jnp.roll(tokens, -1).at[num_tokens - 1].set(jnp.where(is_last, first, following))
     rows = CommittedRows(tokens, next_tokens, features, hidden, meta.positions, meta.slot_mapping)
     buffers, scratch = drafters.get(params.draft).advance(
         params, rows, buffers, scratch, fixed=fixed, impl=impl
     )
-    is_finite = finite_rows(logits, params.target.config.real_vocab)[0]
+    is_finite = finite_rows(logits, vocab)[0]
     state = _after_prefill(state, sequence, tokens, num_tokens, first, is_finite, is_last)
+    logprob = None
+    if options.sampling is not None and options.sampling.logprobs:
+        logprob = token_logprobs(logits, first[None], vocab=vocab)[0]
     out = FirstToken(
-        first, logit_hash(logits)[0] if options.certify else None, state.status[sequence]
+        first, logit_hash(logits)[0] if options.certify else None, state.status[sequence], logprob
     )
     return out, state, buffers, scratch
+
+
+def _note_prompt(
+    state: DecodeState, sequence: jax.Array, tokens: jax.Array, num_tokens: jax.Array
+) -> DecodeState:
+    """Tell the penalties of a chunk of the prompt."""
+    if state.sampling is None:
+        return state
+    is_real = jnp.arange(tokens.shape[0], dtype=jnp.int32) < num_tokens
+    return state.replace(sampling=state.sampling.after_prompt(sequence, tokens, is_real))
+
+
+def _first_token(
+    state: DecodeState, sequence: jax.Array, logits: jax.Array, position: jax.Array, vocab: int
+) -> jax.Array:
+    """The answer's first token, i32[]: the best one of f32[1, V], or drawn for its position."""
+    sampling = state.sampling and state.sampling.of(sequence)
+    logits = processed_logits(logits, jnp.zeros((1, 0), jnp.int32), sampling)
+    return target_choice(logits, sampling, position[None], vocab=vocab)[0, 0]
 
 
 def _after_prefill(
@@ -160,7 +196,13 @@ def _after_prefill(
     status = jnp.where(stops, Status.STOP, status)
     status = jnp.where(is_finite, status, Status.NON_FINITE)
     status = jnp.where(is_last, status, state.status[sequence]).astype(jnp.int32)
+    sampling = state.sampling
+    if sampling is not None:
+        is_new = is_last & (jnp.arange(state.seq_lens.shape[0], dtype=jnp.int32) == sequence)
+        every = jnp.broadcast_to(first, (state.seq_lens.shape[0], 1))
+        sampling = sampling.after(every, is_new[:, None])
     return state.replace(
+        sampling=sampling,
         tokens=state.tokens.at[sequence].set(row[0]),
         seq_lens=state.seq_lens.at[sequence].set(end),
         anchor=state.anchor.at[sequence].set(jnp.where(is_last, first, state.anchor[sequence])),
@@ -296,6 +338,9 @@ def _empty_chunk(fixed: Fixed, options: DecodeOptions) -> ChunkOutput:
         num_proposed=jnp.zeros(per_cycle, jnp.int32),
         drafts=jnp.full((*per_cycle, fixed.num_drafts), -1, jnp.int32),
         hashes=jnp.zeros(rows, jnp.uint32) if options.certify else None,
+        logprobs=jnp.zeros(rows, jnp.float32)
+        if options.sampling is not None and options.sampling.logprobs
+        else None,
         num_cycles=jnp.zeros((), jnp.int32),
         status=jnp.zeros((fixed.batch,), jnp.int32),
     )
@@ -306,19 +351,17 @@ def _append(out: ChunkOutput, record: StepOutput) -> ChunkOutput:
     proposal, verification = record
     i = out.num_cycles
 
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(field, value, i, axis=0)
+    def put(field, value):
+        return field if value is None else lax.dynamic_update_index_in_dim(field, value, i, axis=0)
 
-    hashes = out.hashes
-    if hashes is not None and verification.hashes is not None:
-        hashes = put(hashes, verification.hashes)
     return ChunkOutput(
         tokens=put(out.tokens, verification.committed),
         num_committed=put(out.num_committed, verification.num_committed),
         num_accepted=put(out.num_accepted, verification.num_accepted),
         num_proposed=put(out.num_proposed, jnp.maximum(verification.num_rows - 1, 0)),
         drafts=put(out.drafts, proposal.tokens),
-        hashes=hashes,
+        hashes=put(out.hashes, verification.hashes),
+        logprobs=put(out.logprobs, verification.logprobs),
         num_cycles=i + 1,
         status=out.status,
     )

@@ -216,6 +216,22 @@ class SamplingState(struct.PyTreeNode):
     counts: MaybeArray = None  # i32[B, V] of the answer so far, the anchor included
     in_prompt: MaybeArray = None  # bool[B, V]
 
+    def after(self, tokens: jax.Array, is_new: jax.Array) -> SamplingState:
+        """Count tokens i32[B, X] that joined the answers, those where bool[B, X] `is_new`."""
+        if self.counts is None:
+            return self
+        sequence = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+        return self.replace(counts=self.counts.at[sequence, tokens].add(is_new.astype(jnp.int32)))
+
+    def after_prompt(
+        self, sequence: jax.Array, tokens: jax.Array, is_real: jax.Array
+    ) -> SamplingState:
+        """Note tokens i32[T] of one sequence's prompt, those where bool[T] `is_real`."""
+        if self.in_prompt is None:
+            return self
+        column = jnp.where(is_real, tokens, self.in_prompt.shape[1])
+        return self.replace(in_prompt=self.in_prompt.at[sequence, column].set(True, mode="drop"))
+
     def of(self, sequence: jax.Array) -> SamplingState:
         """One sequence's numbers, as a batch of one."""
         return jax.tree.map(lambda x: x[sequence][None], self)
@@ -257,7 +273,7 @@ def sampling_state(
     if mode.bias:
         bias = np.zeros((batch, vocab), np.float32)
         for row, one in enumerate(every):
-            for index, value in one.logit_bias:
+            for index, value in dict(one.logit_bias).items():
                 bias[row, index] = value
         fields["bias"] = jnp.asarray(bias)
     if mode.penalties:
@@ -293,9 +309,12 @@ def uniforms(keys: jax.Array, positions: jax.Array, purpose: Purpose) -> jax.Arr
     return (words >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
+def positions_behind(seq_lens: jax.Array, rows: int) -> jax.Array:
+    """i32[B, rows]: where the token behind each row of a block stands; the anchor is row 0."""
+    return seq_lens[:, None] + 1 + jnp.arange(rows, dtype=jnp.int32)[None]
+
+
 def draft_uniforms(sampling: SamplingState, seq_lens: jax.Array, num_drafts: int) -> jax.Array:
-    """Noise f32[B, num_drafts] to draw the drafts of a step with: draft j stands j + 1 behind the
-    anchor, which stands at i32[B] `seq_lens`."""
+    """Noise f32[B, num_drafts] to draw the drafts of a step with, draft j behind block row j."""
     assert sampling.keys is not None  # a mode that samples drafts is random
-    behind = 1 + jnp.arange(num_drafts, dtype=jnp.int32)
-    return uniforms(sampling.keys, seq_lens[:, None] + behind[None], Purpose.DRAFT)
+    return uniforms(sampling.keys, positions_behind(seq_lens, num_drafts), Purpose.DRAFT)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.fixed import ArraySpec, Fixed
+from dflash_jax.gdn_state import GdnState, init_gdn_state
 from dflash_jax.metadata import AttnMetadata, init_metadata
+from dflash_jax.sampling import SamplingMode, SamplingState, sampling_state
 
 MAX_STOP_IDS = 16
 
@@ -41,6 +43,7 @@ class DecodeState(struct.PyTreeNode):
     stop_ids: jax.Array  # i32[B, 16], -1 padded
     status: jax.Array  # i32[B], a Status
     num_steps: jax.Array  # i32[] cycles run
+    sampling: SamplingState | None = None  # None: every token is the best one
 
     @property
     def is_active(self) -> jax.Array:
@@ -63,10 +66,14 @@ class Buffers(struct.PyTreeNode):
     ffn_act_q8: jax.Array | None  # None: no quantised feed-forward
     k_pools: tuple[jax.Array, ...]  # [pages, K, page_size, D] each
     v_pools: tuple[jax.Array, ...]
+    gdn: GdnState | None = None  # at the slots of verify_wy_tables; None: no GDN layer
 
 
-def init_state(fixed: Fixed) -> DecodeState:
-    """A batch of empty sequences."""
+def init_state(fixed: Fixed, sampling: SamplingMode | None = None) -> DecodeState:
+    """A batch of empty sequences, each of which takes the best tokens until it is told otherwise.
+
+    `sampling` as in the `DecodeOptions` of the calls that the state is for.
+    """
     per_sequence = jnp.zeros((fixed.batch,), jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((fixed.batch, fixed.capacity + 1), jnp.int32),
@@ -78,6 +85,9 @@ def init_state(fixed: Fixed) -> DecodeState:
         stop_ids=jnp.full((fixed.batch, MAX_STOP_IDS), -1, jnp.int32),
         status=jnp.full_like(per_sequence, int(Status.EMPTY)),  # an enum would be weakly typed
         num_steps=jnp.zeros((), jnp.int32),
+        sampling=None
+        if sampling is None
+        else sampling_state(sampling, batch=fixed.batch, vocab=fixed.logits.shape[1]),
     )
 
 
@@ -111,9 +121,16 @@ def init_buffers(fixed: Fixed) -> Buffers:
         logits=zeros(fixed.logits),
         tokens=zeros(fixed.tokens),
         meta=init_metadata(fixed.step_meta),
-        verify_wy_tables=optional(fixed.verify_wy_tables),
+        verify_wy_tables=_own_slots(fixed),
         verify_batch_tokens=zeros(fixed.verify_batch_tokens),
         ffn_act_q8=optional(fixed.ffn_act_q8),
         k_pools=tuple(map(zeros, fixed.k_pools)),
         v_pools=tuple(map(zeros, fixed.v_pools)),
+        gdn=init_gdn_state(fixed.verify_wy_tables),
     )
+
+
+def _own_slots(fixed: Fixed) -> jax.Array | None:
+    """i32[B]: each sequence at the slot of its own number."""
+    spec = fixed.verify_wy_tables
+    return None if spec is None else jnp.arange(spec.shape[0], dtype=spec.dtype)

@@ -1,4 +1,4 @@
-"""Verification: the target's rows against the drafts, greedily (spec/verify.md §2.1, §2.3)."""
+"""Verification: the target's rows against the drafts (spec/verify.md §2)."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import pallas_kernels as pk
 from dflash_jax import targets
+from dflash_jax.acceptance import Noise, accept_drawn, leading
+from dflash_jax.distribution import (
+    distribution,
+    processed_logits,
+    target_choice,
+    token_logprobs,
+)
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
+from dflash_jax.gdn_state import check_gdn_state
 from dflash_jax.layers import logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
+from dflash_jax.sampling import Purpose, positions_behind, uniforms
 from dflash_jax.state import Buffers, DecodeState, Status
 
 _HASH_SPREAD = 2654435761  # 2^32 over the golden ratio
@@ -23,8 +31,8 @@ _HASH_SPREAD = 2654435761  # 2^32 over the golden ratio
 class Verification(NamedTuple):
     """What the target says of a block. `committed[b, :num_committed[b]]` are the new tokens."""
 
-    committed: jax.Array  # i32[B, R] the target's own token after each row
-    num_accepted: jax.Array  # i32[B] leading drafts that equal them
+    committed: jax.Array  # i32[B, R] accepted drafts, then the target's own token
+    num_accepted: jax.Array  # i32[B] leading drafts that are accepted
     num_committed: jax.Array  # i32[B] accepted drafts and bonus, cut at a stop and by the budget
     num_rows: jax.Array  # i32[B] rows verified
     status: jax.Array  # i32[B] after the step
@@ -32,6 +40,7 @@ class Verification(NamedTuple):
     features: jax.Array  # [N, M*E] of all rows
     hidden: jax.Array  # [N, E] of all rows
     hashes: jax.Array | None  # u32[B, R] of each row's logits, if certified
+    logprobs: jax.Array | None  # f32[B, R] of `committed` under the model itself, if asked for
 
 
 def verify(
@@ -44,7 +53,7 @@ def verify(
     fixed: Fixed,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Verification, Buffers]:
-    """Run anchor and drafts through the target and accept the leading drafts it agrees with.
+    """Run anchor and drafts through the target and accept leading drafts (see `acceptance`).
 
     Args:
       params: the pair.
@@ -52,8 +61,9 @@ def verify(
       num_rows: i32[B] rows the step may take: anchor and kept drafts, 0 for a finished sequence.
       state: DecodeState.
       buffers: donated; target pools, `logits`, `verify_batch_tokens` and the step arrays change.
-      options: `certify` also hashes each row's logits.
+      options: `certify` also hashes each row's logits; `sampling` as in `state.sampling`.
     """
+    check_gdn_state("verify", buffers.gdn, buffers.verify_wy_tables, fixed)
     rows = jnp.minimum(num_rows, proposal.num_proposed + 1)
     meta = rows_metadata(
         state.seq_lens, rows, buffers.meta.block_table, fixed.verify_rows, fixed.page_size
@@ -65,31 +75,86 @@ def verify(
         meta,
         indirect_args(state.seq_lens, rows),
         buffers,
+        slots=buffers.verify_wy_tables,
         impl=options.impl,
     )
     logits = logits_of(hidden, params.target.lm_head, impl=options.impl)  # f32[N, V]
-    choice = pk.argmax_rows(logits, vocab=params.target.config.real_vocab)
-    buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=choice)
-    committed = choice.reshape(fixed.batch, fixed.verify_rows)
-    num_accepted = _leading_matches(proposal.tokens, committed, rows)
-    is_finite = finite_rows(logits, params.target.config.real_vocab).reshape(committed.shape)
+    vocab = params.target.config.real_vocab
+    committed, num_accepted = _choose(logits, proposal, rows, state, vocab)
+    buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=committed.reshape(-1))
+    is_finite = finite_rows(logits, vocab).reshape(committed.shape)
     num_committed, status = _cut(
         committed, is_finite, jnp.where(rows > 0, num_accepted + 1, 0), state
     )
     hashes = logit_hash(logits).reshape(committed.shape) if options.certify else None
+    logprobs = None
+    if options.sampling is not None and options.sampling.logprobs:
+        logprobs = token_logprobs(logits, committed.reshape(-1), vocab=vocab)
+        logprobs = logprobs.reshape(committed.shape)
     return (
         Verification(
-            committed, num_accepted, num_committed, rows, status, tokens, features, hidden, hashes
+            committed=committed,
+            num_accepted=num_accepted,
+            num_committed=num_committed,
+            num_rows=rows,
+            status=status,
+            tokens=tokens,
+            features=features,
+            hidden=hidden,
+            hashes=hashes,
+            logprobs=logprobs,
         ),
         buffers,
     )
 
 
+def _choose(
+    logits: jax.Array, proposal: Proposal, rows: jax.Array, state: DecodeState, vocab: int
+) -> tuple[jax.Array, jax.Array]:
+    """`committed` i32[B, R] and `num_accepted` i32[B] of target logits f32[N, V]."""
+    drafts, q, sampling = proposal.tokens, proposal.q, state.sampling
+    logits = processed_logits(logits, drafts, sampling)
+    positions = positions_behind(state.seq_lens, drafts.shape[1] + 1)
+    if q is None:
+        choice = target_choice(logits, sampling, positions, vocab=vocab)
+        return choice, leading(drafts == choice[:, :-1], rows)
+    assert sampling is not None and sampling.keys is not None  # nothing else samples drafts
+    p = distribution(logits, sampling.rows(positions.shape[1]), vocab=vocab)
+    noise = Noise(
+        uniforms(sampling.keys, positions[:, :-1], Purpose.ACCEPT),
+        uniforms(sampling.keys, positions, Purpose.RESIDUAL),
+        uniforms(sampling.keys, positions, Purpose.TARGET),
+    )
+    num_accepted, committed = accept_drawn(p.reshape(*positions.shape, -1), q, drafts, rows, noise)
+    return committed, num_accepted
+
+
 def target_rows(
-    params: Params, tokens: jax.Array, meta, args: jax.Array, buffers: Buffers, *, impl: str
+    params: Params,
+    tokens: jax.Array,
+    meta,
+    args: jax.Array,
+    buffers: Buffers,
+    *,
+    slots: jax.Array | None,
+    is_prefill: bool = False,
+    impl: str,
 ) -> tuple[jax.Array, jax.Array, Buffers]:
-    """Run i32[N] tokens through the target: hidden rows [N, E], features [N, M*E], buffers."""
-    out = targets.forward(params.target, tokens, meta, args, buffers, taps=params.taps, impl=impl)
+    """Run i32[N] tokens through the target: hidden rows [N, E], features [N, M*E], buffers.
+
+    `slots` i32[B] and `is_prefill` as in `targets.forward`.
+    """
+    out = targets.forward(
+        params.target,
+        tokens,
+        meta,
+        args,
+        buffers,
+        taps=params.taps,
+        slots=slots,
+        is_prefill=is_prefill,
+        impl=impl,
+    )
 
     def lead(field: jax.Array, rows: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(field, rows, 0, axis=0)
@@ -100,13 +165,6 @@ def target_rows(
         tokens=lead(buffers.tokens, tokens),
     )
     return out.hidden, out.features, buffers
-
-
-def _leading_matches(drafts: jax.Array, choice: jax.Array, rows: jax.Array) -> jax.Array:
-    """a = sum(cumprod(draft_j == choice_j)) over the drafts that were verified, i32[B]."""
-    offset = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
-    matches = (drafts == choice[:, :-1]) & (offset < rows[:, None] - 1)
-    return jnp.sum(jnp.cumprod(matches.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def is_stop(tokens: jax.Array, stop_ids: jax.Array) -> jax.Array:

@@ -425,6 +425,7 @@ def by_steps(params: Params, fixed: Fixed, firsts, at: Carriers, *, between=lamb
             num_proposed=jnp.maximum(verification.num_rows - 1, 0),
             drafts=proposal.tokens,
             hashes=verification.hashes,
+            logprobs=verification.logprobs,
             num_cycles=None,
             status=None,
         )
