@@ -1,17 +1,33 @@
-"""Drafter checkpoints to params: folders in the forms of their publishers, checked and loaded."""
+"""Drafter checkpoints to params: folders in the forms of their publishers, checked and loaded.
+
+Configs are brought to one form by `draft_forms`, tensor names by `_plain_names`. A copy of the
+target's embedding or head is dropped; one of its own is kept, and so is the map of a head that
+knows a part of the vocabulary.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.config import DraftConfig
+from dflash_jax.draft_forms import draft_form
 from dflash_jax.json_file import read_json
 from dflash_jax.layer_weights import read_layer
-from dflash_jax.params import DraftParams, SelectorParams, TargetParams
+from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
+from dflash_jax.mask_embedding import MaskEmbedding, read_mask_embedding
+from dflash_jax.pairs import check_pair
+from dflash_jax.params import (
+    ConfidenceParams,
+    DraftParams,
+    MarkovParams,
+    SelectorParams,
+    TargetParams,
+)
 from dflash_jax.safetensors_io import read_checkpoint
 from dflash_jax.tensor_source import TensorSource, same_bits
 
@@ -20,87 +36,161 @@ PathLike = str | os.PathLike[str]
 PACKAGED_DRAFTERS = ("smollm2-dflash2", "smollm2-dflash")
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # Tensors that some exports carry and that inference does not read (spec/checkpoints.md §6).
-_IGNORED_DRAFTER = ("t2d", "verifier_lm_head.", "verifier_norm.")
+_IGNORED_DRAFTER = ("verifier_lm_head.", "verifier_norm.")
 # Tensors that tell a drafter of another family or variant.
 _FOREIGN_DRAFTER = {
     "aux_hidden_norms": "a Laguna drafter",
     "encoder.": "a Muse-Glimmer drafter",
-    "markov": "a DSpark drafter",
-    "confidence": "a DSpark drafter",
+    "prefix_gru": "a Domino drafter",
     "mtp.": "an MTP head",
     "sink": "attention sinks (MiMo)",
-    "d2t": "a reduced draft vocabulary",
+}
+# What ports call some tensors (spec/checkpoints.md §3.1, §3.3).
+_ALIASES = {
+    "midlayer.": "layers.0.",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "confidence_proj.": "confidence_head.proj.",
 }
 
 
 def read_draft_config(path: PathLike, *, num_target_layers: int | None = None) -> DraftConfig:
-    """A drafter's config, without reading its weights; arguments as those of `load_drafter`."""
-    folder = _drafter_folder(path)
-    hf = _draft_hf(folder, _plain_names(folder, read_checkpoint(folder)))
-    return DraftConfig.from_hf(hf, num_target_layers=num_target_layers)
+    """A drafter's config, without reading its weights; arguments as those of `load_drafter`.
+
+    Tables that the file has count as its own, though they may turn out to be the target's.
+    """
+    folder = drafter_folder(path)
+    tensors = _plain_names(folder, read_checkpoint(folder))
+    return _config(folder, tensors, _mask_embedding(folder), num_target_layers)
 
 
 def load_drafter(
     path: PathLike, target: TargetParams | None = None, *, dtype: Any = None
 ) -> DraftParams:
-    """Load a DFlash or DFlash2 drafter in z-lab or SpecForge format.
+    """Load a DFlash, DFlash2 or DSpark drafter in z-lab, SpecForge, DeepSpec or speculators form.
 
     Args:
       path: a folder, or the name of a drafter that comes with the package.
-      target: the model it drafts for; given, the pair is checked.
+      target: the model it drafts for; given, the pair is checked and equal tables are shared.
       dtype: float32 or bfloat16; by default the target's, else the file's own.
 
     Raises:
       ValueError, FileNotFoundError: a damaged file, or a pair that does not fit.
       NotImplementedError: a drafter family or variant that is not built.
     """
-    folder = _drafter_folder(path)
-    if (folder / "mask_embedding.pt").exists():
-        raise NotImplementedError(
-            f"{folder}: mask_embedding.pt replaces the mask token's embedding, which is not "
-            "supported; wanted a drafter that uses the target's row"
-        )
+    folder = drafter_folder(path)
     tensors = _plain_names(folder, read_checkpoint(folder))
-    hf = _draft_hf(folder, tensors)
-    config = DraftConfig.from_hf(
-        hf, num_target_layers=None if target is None else target.config.num_layers
-    )
+    mask = _mask_embedding(folder)
+    layers = None if target is None else target.config.num_layers
+    config = _config(folder, tensors, mask, layers)
     source = TensorSource(folder, tensors, _IGNORED_DRAFTER)
     _refuse_foreign(source)
     stored = source.peek("fc.weight").dtype
     if stored == np.int8:
-        name = hf.get("dtype") or "bfloat16"  # what the int8 numbers were made from
+        name = read_json(folder / "config.json").get("dtype") or "bfloat16"  # of what it was
         if name not in _DTYPES:
             raise ValueError(f"{folder}: dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
         stored = jax.numpy.dtype(name)
     source.use_dtype(dtype, stored if target is None else target.embed.dtype)
     if target is not None:
+        _drop_shared(source, target)
+        config = replace(config, has_embed=_EMBED in source.names, has_head=_HEAD in source.names)
         check_pair(target.config, config, who=str(folder))
-    _drop_shared(source, target)
-    params = _read_drafter(source, config, target)
+    params = _read_drafter(source, config, mask, target)
     source.finish()
     return params
 
 
-def check_pair(target: TargetConfig, draft: DraftConfig, *, who: str) -> None:
-    """Raise ValueError unless the drafter fits the target (spec/checkpoints.md §6)."""
-    for what, found, wanted in (
-        ("hidden_size", draft.width, target.width),
-        ("vocab_size", draft.vocab, target.vocab),
-        ("num_target_layers", draft.num_target_layers, target.num_layers),
-    ):
-        if found != wanted:
-            raise ValueError(f"{who}: drafter has {what} {found}, its target has {wanted}")
-    if draft.target_layer_ids[-1] > target.num_layers - 2:
-        # Reference code stores the last layer after the final norm, so nobody trains on it.
-        raise ValueError(
-            f"{who}: target_layer_ids {list(draft.target_layer_ids)} use the target's last layer, "
-            f"wanted ids up to {target.num_layers - 2}"
+def drafter_folder(path: PathLike) -> Path:
+    """Where a drafter lies: a folder, or the name of one that comes with the package."""
+    if path in PACKAGED_DRAFTERS:
+        folder = Path(__file__).parent / "assets" / "drafters" / str(path)
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"drafter {path!r} is not in this build of the package")
+        return folder
+    folder = Path(path)
+    if not os.fspath(path) or not folder.is_dir():
+        raise FileNotFoundError(
+            f"drafter {os.fspath(path)!r}: no such folder, and the names are "
+            f"{', '.join(PACKAGED_DRAFTERS)}"
         )
+    return folder
 
 
-def _read_drafter(source: TensorSource, c: DraftConfig, target: TargetParams | None) -> DraftParams:
+def _config(
+    folder: Path,
+    tensors: Mapping[str, np.ndarray],
+    mask: MaskEmbedding | None,
+    num_target_layers: int | None,
+) -> DraftConfig:
+    """What config.json says; where it names no architecture, the tensors tell."""
+    hf = read_json(folder / "config.json")
+    if not hf.get("architectures") and hf.get("speculators_model_type") is None:
+        hf["architectures"] = [_architecture(tensors)]
+    if mask is not None and mask.mask_id is not None:
+        said = draft_form(hf, num_target_layers).facts.get("mask_token_id")
+        if said is None:
+            hf["mask_token_id"] = mask.mask_id
+        elif said != mask.mask_id:
+            raise ValueError(
+                f"{folder}: {MASK_EMBEDDING} is of token {mask.mask_id}, but mask_token_id is "
+                f"{said} in config.json"
+            )
+    config = DraftConfig.from_hf(hf, num_target_layers=num_target_layers)
+    return replace(config, has_embed=_EMBED in tensors, has_head=_HEAD in tensors)
+
+
+def _architecture(names: Iterable[str]) -> str:
+    """Family by the tensors that only it has (spec/checkpoints.md §1)."""
+    firsts = {name.split(".")[0] for name in names}
+    if "candidate_selector" in firsts:
+        return "DFlash2DraftModel"
+    return "DSparkDraftModel" if "markov_head" in firsts else "DFlashDraftModel"
+
+
+def _mask_embedding(folder: Path) -> MaskEmbedding | None:
+    path = folder / MASK_EMBEDDING
+    return read_mask_embedding(path) if path.exists() else None
+
+
+def _plain_names(folder: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Strip the `model.` of some exports and undo the names of others."""
+    plain: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.")
+        for alias, wanted in _ALIASES.items():
+            if short.startswith(alias):
+                short = wanted + short.removeprefix(alias)
+        if short in plain:
+            raise ValueError(f"{folder}: two tensors are named {short!r}, one of them {name!r}")
+        plain[short] = tensor
+    return plain
+
+
+def _refuse_foreign(source: TensorSource) -> None:
+    for name in sorted(source.names):
+        for part, what in _FOREIGN_DRAFTER.items():
+            if name.startswith(part) or f".{part}" in name or f"_{part}" in name:
+                raise NotImplementedError(
+                    f"{source.path}: tensor {name!r} belongs to {what}, which is not supported; "
+                    "wanted a DFlash, DFlash2 or DSpark drafter"
+                )
+
+
+def _drop_shared(source: TensorSource, target: TargetParams) -> None:
+    """Drop copies of the target's embedding and head."""
+    for name, table in ((_EMBED, target.embed), (_HEAD, target.lm_head)):
+        if name in source.names:
+            own = source.peek(name)
+            if own.shape == table.shape and same_bits(own.astype(table.dtype), table):
+                source.drop(name)
+
+
+def _read_drafter(
+    source: TensorSource, c: DraftConfig, mask: MaskEmbedding | None, target: TargetParams | None
+) -> DraftParams:
     target_width = c.width if target is None else target.config.width
     fc = source.put("fc.weight", c.width, len(c.target_layer_ids) * target_width)
     layers = tuple(read_layer(source, f"layers.{i}.", c) for i in range(c.num_layers))
@@ -118,6 +208,14 @@ def _read_drafter(source: TensorSource, c: DraftConfig, target: TargetParams | N
         norm=source.put("norm.weight", c.width),
         selector=_read_selector(source, c) if c.kind == "dflash2" else None,
         config=c,
+        markov=_read_markov(source, c) if c.markov_rank else None,
+        confidence=_read_confidence(source, c) if c.has_confidence else None,
+        embed=source.maybe(_EMBED, c.vocab, c.width, wanted=c.has_embed),
+        mask_embed=None if mask is None else _mask_row(source, c, mask),
+        head=source.maybe(
+            _HEAD, c.num_draft_ids, c.width, wanted=c.has_head or c.draft_vocab is not None
+        ),
+        d2t=_read_map(source, c, c.vocab if target is None else target.config.vocab),
     )
 
 
@@ -143,62 +241,75 @@ def _read_selector(source: TensorSource, c: DraftConfig) -> SelectorParams:
     )
 
 
-def _drafter_folder(path: PathLike) -> Path:
-    if path in PACKAGED_DRAFTERS:
-        folder = Path(__file__).parent / "assets" / "drafters" / str(path)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"drafter {path!r} is not in this build of the package")
-        return folder
-    folder = Path(path)
-    if not os.fspath(path) or not folder.is_dir():
-        raise FileNotFoundError(
-            f"drafter {os.fspath(path)!r}: no such folder, and the names are "
-            f"{', '.join(PACKAGED_DRAFTERS)}"
+def _read_markov(source: TensorSource, c: DraftConfig) -> MarkovParams:
+    """The first table is looked up by target ids; the second one scores the drafter's own."""
+    at, rank, width = "markov_head.", c.markov_rank, c.width
+    mixes = {"gated": ("gate_proj", rank, width + rank), "rnn": ("joint_proj", 3 * rank, 0)}
+    mix = mix_bias = None
+    if c.markov_kind in mixes:
+        name, rows, columns = mixes[c.markov_kind]
+        mix = source.put(f"{at}{name}.weight", rows, columns or 2 * rank + width)
+        mix_bias = source.put(f"{at}{name}.bias", rows)
+    return MarkovParams(
+        embed=source.put(f"{at}markov_w1.weight", c.vocab, rank),
+        out=source.put(f"{at}markov_w2.weight", c.num_draft_ids, rank),
+        mix=mix,
+        mix_bias=mix_bias,
+    )
+
+
+def _read_confidence(source: TensorSource, c: DraftConfig) -> ConfidenceParams:
+    columns = c.width + (c.markov_rank if c.confidence_reads_markov else 0)
+    return ConfidenceParams(
+        weight=source.put("confidence_head.proj.weight", 1, columns),
+        bias=source.put("confidence_head.proj.bias", 1),
+    )
+
+
+def _mask_row(source: TensorSource, c: DraftConfig, mask: MaskEmbedding) -> jax.Array:
+    if mask.vector.shape != (c.width,):
+        raise ValueError(
+            f"{source.path / MASK_EMBEDDING}: {mask.vector.size} numbers, wanted hidden_size, "
+            f"{c.width}"
         )
-    return folder
+    return jax.device_put(mask.vector.astype(source.dtype))
 
 
-def _draft_hf(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """config.json; where it names no architecture, the tensors tell (spec/checkpoints.md §1)."""
-    hf = read_json(folder / "config.json")
-    if hf.get("architectures"):
-        return hf
-    is_second = any(name.startswith("candidate_selector.") for name in names)
-    return {**hf, "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"]}
+def _read_map(source: TensorSource, c: DraftConfig, vocab: int) -> jax.Array | None:
+    """Target ids i32[Vd] of the head's own ids; the file holds each one's distance from it."""
+    if "d2t" not in source.names and c.draft_vocab is None:
+        source.names.discard("t2d")  # without a map there is nothing to select
+        return None
+    rows, offsets = c.num_draft_ids, source.peek("d2t")
+    source.drop("d2t")
+    where = f"{source.path}: tensor 'd2t'"
+    if offsets.shape != (rows,) or offsets.dtype.kind not in "iu":
+        raise ValueError(
+            f"{where} is {offsets.dtype}{list(offsets.shape)}, wanted integers [{rows}]"
+        )
+    ids = np.arange(rows) + offsets.astype(np.int64)
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if outside.size:
+        raise ValueError(
+            f"{where} maps draft id {outside[0]} to {ids[outside[0]]}, outside the target's "
+            f"vocabulary of {vocab}"
+        )
+    unique, counts = np.unique(ids, return_counts=True)
+    if len(unique) != rows:
+        raise ValueError(f"{where} maps {counts.max()} draft ids to {unique[counts.argmax()]}")
+    _check_selection(source, c, ids)
+    if not offsets.any():
+        return None
+    if not c.has_head:
+        raise ValueError(f"{where} maps ids of a head, but 'lm_head.weight' is missing")
+    return jax.device_put(ids.astype(np.int32))
 
 
-def _plain_names(folder: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Strip the `model.` of some exports and undo the `midlayer.` of others."""
-    plain: dict[str, np.ndarray] = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix("model.")
-        if short.startswith("midlayer."):
-            short = "layers.0." + short.removeprefix("midlayer.")
-        if short in plain:
-            raise ValueError(f"{folder}: two tensors are named {short!r}, one of them {name!r}")
-        plain[short] = tensor
-    return plain
-
-
-def _refuse_foreign(source: TensorSource) -> None:
-    for name in sorted(source.names):
-        for part, what in _FOREIGN_DRAFTER.items():
-            if name.startswith(part) or f".{part}" in name or f"_{part}" in name:
-                raise NotImplementedError(
-                    f"{source.path}: tensor {name!r} belongs to {what}, which is not supported; "
-                    "wanted a z-lab or SpecForge DFlash or DFlash2 drafter"
-                )
-
-
-def _drop_shared(source: TensorSource, target: TargetParams | None) -> None:
-    """Drop copies of the target's embedding and head; any other is not supported."""
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        if name not in source.names:
-            continue
-        own = None if target is None else target.embed if "embed" in name else target.lm_head
-        if own is None or not same_bits(source.peek(name).astype(own.dtype), own):
-            raise NotImplementedError(
-                f"{source.path}: the drafter's own {name!r} is not the target's, which is not "
-                "supported; wanted a drafter that shares the target's"
-            )
-        source.drop(name)
+def _check_selection(source: TensorSource, c: DraftConfig, ids: np.ndarray) -> None:
+    """`t2d`, a flag a target id, is for training; it must not contradict `d2t`."""
+    if "t2d" not in source.names:
+        return
+    selected = source.peek("t2d")
+    source.drop("t2d")
+    if selected.shape != (c.vocab,) or set(np.flatnonzero(selected)) != set(ids.tolist()):
+        raise ValueError(f"{source.path}: tensor 't2d' does not select the ids that 'd2t' maps to")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.pairs import check_pair
 from dflash_jax.shapes import check_integers
 
 
@@ -268,28 +268,3 @@ def _check_sizes(
         )
     if num_pages is not None and num_pages < 1:
         raise ValueError(f"plan: num_pages is {num_pages}, wanted at least 1")
-
-
-def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
-    """Raise ValueError when a drafter was not made for a target (spec/checkpoints.md §6)."""
-    facts: tuple[tuple[str, Any, Any], ...] = (
-        ("hidden_size", draft.width, target.width),
-        ("vocab_size", draft.vocab, target.vocab),
-        ("num_target_layers", draft.num_target_layers, target.num_layers),
-    )
-    for name, of_draft, of_target in facts:
-        if of_draft != of_target:
-            raise ValueError(
-                f"drafter and target do not fit: {name} is {of_draft} for the drafter and "
-                f"{of_target} for the target"
-            )
-    if draft.target_layer_ids[-1] > target.num_layers - 1:
-        raise ValueError(
-            f"drafter and target do not fit: target_layer_ids {list(draft.target_layer_ids)} for a "
-            f"target of {target.num_layers} layers"
-        )
-    if not 0 <= draft.mask_id < target.vocab:
-        raise ValueError(
-            f"drafter and target do not fit: mask_token_id {draft.mask_id} is outside the "
-            f"vocabulary of {target.vocab}"
-        )
