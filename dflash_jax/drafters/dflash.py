@@ -1,13 +1,15 @@
-"""DFlash: every draft row's argmax, independently (spec/drafters.md §3.4)."""
+"""DFlash: every draft row by itself, its best token or one drawn (spec/drafters.md §3.4)."""
 
 from typing import cast
 
 import jax
 
 import pallas_kernels as pk
+from dflash_jax.distribution import distribution, draw
 from dflash_jax.drafters import backbone
+from dflash_jax.drafters.choice import Draws, draws_of
 from dflash_jax.drafters.proposal import Proposal
-from dflash_jax.drafters.vocabulary import draft_logits, num_choices, target_ids
+from dflash_jax.drafters.vocabulary import draft_logits, num_choices, over_target, target_ids
 from dflash_jax.fixed import Fixed
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params
@@ -32,10 +34,24 @@ def propose(
     )
     rows = backbone.draft_rows(scratch, draft.config, fixed)
     logits = draft_logits(draft, target, rows, impl=options.impl)
-    tokens = target_ids(draft, pk.argmax_rows(logits, vocab=num_choices(draft, target)))
+    draws = draws_of(state, fixed=fixed, options=options)
+    tokens, q = _choose(draft, logits, state, draws, vocab=num_choices(draft, target))
     scratch = scratch.replace(logits=logits)
-    return (
-        Proposal(tokens.reshape(fixed.batch, fixed.num_drafts), num_rows - 1),
-        buffers,
-        scratch,
-    )
+    return Proposal(tokens, num_rows - 1, q), buffers, scratch
+
+
+def _choose(
+    draft: DraftParams, logits: jax.Array, state: DecodeState, draws: Draws | None, *, vocab: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Each row's best token i32[B, J], or one drawn, and then q f32[B, J, V] it was drawn from.
+
+    The request's filters shape q as they shape the target's distribution (spec/drafters.md §3.4).
+    """
+    batch = state.seq_lens.shape[0]
+    if draws is None:
+        ids = target_ids(draft, pk.argmax_rows(logits, vocab=vocab))
+        return ids.reshape(batch, -1), None
+    assert state.sampling is not None  # where there are draws
+    q = distribution(logits, state.sampling.rows(draws.uniforms.shape[1]), vocab=vocab)
+    ids = target_ids(draft, draw(q, draws.flat().uniforms)).reshape(batch, -1)
+    return ids, over_target(draft, q).reshape(*ids.shape, -1)

@@ -100,7 +100,7 @@ def decide(
     """
     if draft.markov is None:
         ids, q = choose(base.reshape(-1, base.shape[-1]), draws and draws.flat(), vocab=vocab)
-        q = q if q is None else _of_target(draft, q).reshape(*base.shape[:2], -1)
+        q = q if q is None else vocabulary.over_target(draft, q).reshape(*base.shape[:2], -1)
         return Chain(vocabulary.target_ids(draft, ids).reshape(base.shape[:2]), q=q)
     candidates = _candidates(draft, base, top_k, vocab, impl) if top_k else None
     memory = jnp.zeros((rows.shape[0], draft.config.markov_rank), rows.dtype)
@@ -114,7 +114,7 @@ def decide(
             ids, q = choose(base[:, j] + bias, row, vocab=vocab)
             previous, q = (
                 vocabulary.target_ids(draft, ids),
-                q if q is None else _of_target(draft, q),
+                q if q is None else vocabulary.over_target(draft, q),
             )
             biases.append(bias)
         else:
@@ -129,14 +129,6 @@ def decide(
     if q is not None and candidates is not None:
         q = SparseQ(candidates.ids, q)
     return Chain(jnp.stack(tokens, axis=1), jnp.stack(latents, axis=1), tuple(biases), q)
-
-
-def _of_target(draft: DraftParams, q: jax.Array) -> jax.Array:
-    """q f32[N, Vd] over the target's vocabulary, f32[N, V]."""
-    if draft.d2t is None:
-        return q
-    wide = jnp.zeros((q.shape[0], draft.config.vocab), q.dtype)
-    return wide.at[:, draft.d2t].add(q, mode="drop")
 
 
 class _Candidates(NamedTuple):

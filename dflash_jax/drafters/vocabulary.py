@@ -49,6 +49,14 @@ def num_choices(draft: DraftParams, target: TargetParams) -> int:
     return columns if draft.d2t is not None else min(columns, target.config.real_vocab)
 
 
+def over_target(draft: DraftParams, q: jax.Array) -> jax.Array:
+    """A distribution f32[N, Vd] over columns of the logits, as f32[N, V] over target ids."""
+    if draft.d2t is None:
+        return q
+    wide = jnp.zeros((q.shape[0], draft.config.vocab), q.dtype)
+    return wide.at[:, draft.d2t].add(q, mode="drop")
+
+
 def target_ids(draft: DraftParams, ids: jax.Array) -> jax.Array:
     """Target ids i32 of ids that were chosen from the drafter's logits."""
     return ids if draft.d2t is None else draft.d2t.at[ids].get(mode="clip")
