@@ -97,8 +97,7 @@ def pair(
             draft_config=changes,
         )
         ours = load_target(at.target)
-        # The loader refuses a tap on the last layer, as nobody trains one; the loop does not mind.
-        draft = load_drafter(at.drafter, ours if taps is None else None)
+        draft = load_drafter(at.drafter, ours)
         tensors = read_tensors(at.target)
         draft_tensors = read_tensors(at.drafter)
         configs = read_config(at.target), read_config(at.drafter)
