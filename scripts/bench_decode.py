@@ -7,11 +7,15 @@ first. The context is not prefilled: `seq_lens` are set over pools of random key
 shuffled pages, which costs a cycle the same. Every chunk starts again at the asked context.
 
     python scripts/bench_decode.py --config qwen3-8b:dflash:1:1024 --torch --parts
-    python scripts/bench_decode.py --matrix small --out results.json
+    python scripts/bench_decode.py --matrix full --torch --parts 2 --minutes 8.5 --out decode.json
+    python scripts/bench_decode.py --matrix full --minutes 8.5 --skip decode.json --out more.json
 
 A configuration is SHAPES:DRAFTER:BATCH:CONTEXT; drafter `none` is plain decoding, one row a step.
-`--torch` first times `bench_torch.py` on the same work. Results are also written to `--out` after
-each configuration; the last line of stdout is one JSON object.
+`--torch` first times `bench_torch.py` on the same work. With `--minutes`, nothing is started that
+would not end in time, judged by what the ones before it took; a matrix has its most important
+configurations first, and what was not run is listed. A configuration that fails is reported as
+such and the next one runs. Results are also written to `--out` after each one; the last line of
+stdout is one JSON object. `write_benchmarks.py` makes tables of `docs/benchmarks.md` from them.
 """
 
 from __future__ import annotations
@@ -35,17 +39,23 @@ _SMALL = (
     "qwen3-8b:dflash:8:1024",
     "qwen3-8b:dflash:1:4096",
 )
-MATRICES = {
-    "small": _SMALL,
-    "full": (
-        *_SMALL,
-        *(f"qwen3-8b:dflash:{b}:{c}" for b, c in ((1, 16384), (8, 4096), (32, 1024))),
-        *(f"qwen3-8b:dflash:{b}:{c}" for b, c in ((8, 16384), (32, 4096), (32, 16384))),
-        *(f"qwen3-8b:dflash2:{b}:1024" for b in (8, 32)),
-        *(f"qwen3-4b:{d}:1:1024" for d in ("dflash", "dflash2", "none")),
-        *(f"qwen3-4b:dflash:{b}:{c}" for b, c in ((8, 1024), (1, 4096))),
-    ),
-}
+_NEXT = (
+    "qwen3-8b:dflash:32:1024",
+    "qwen3-8b:dflash:1:16384",
+    "qwen3-4b:dflash:1:1024",
+    "qwen3-4b:dflash2:1:1024",
+    "qwen3-8b:dflash:8:4096",
+    "qwen3-8b:dflash2:8:1024",
+    "qwen3-8b:dflash2:32:1024",
+)
+_ALL = tuple(
+    f"{shapes}:{drafter}:{batch}:{context}"
+    for shapes in ("qwen3-8b", "qwen3-4b")
+    for context in (1024, 4096, 16384)
+    for batch in (1, 8, 32)
+    for drafter in ("dflash", "dflash2")
+)
+MATRICES = {"small": _SMALL, "full": tuple(dict.fromkeys((*_SMALL, *_NEXT, *_ALL)))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +97,16 @@ class Bench:
         self.args = args
         self.pair: tuple[str, str] | None = None
         self.params: Any = None
+        self.parts_left: int = args.parts
 
     def measure(self, setting: Setting) -> dict[str, Any]:
         """Figures of one configuration."""
         import jax
+        from decode_runner import Runner
 
         from dflash_jax.drafters import oracle_drafter
         from dflash_jax.fixed import plan
-        from dflash_jax.loop import DecodeOptions
+        from dflash_jax.options import DecodeOptions
 
         args = self.args
         self._load(setting)
@@ -112,7 +124,7 @@ class Bench:
             dtype=args.dtype,
         )
         options = DecodeOptions(cycles=args.cycles, impl=args.impl)
-        run = _Runner(params, setting, fixed, options)
+        run = Runner(params, setting.context, fixed, options)
         if not is_plain:
             tokens = run.continue_plainly(room)
             forced = oracle_drafter(
@@ -144,7 +156,8 @@ class Bench:
             figures["plain_same_executable_ms"] = run.plain_ms
         if args.profile:
             figures["kernels"] = run.kernels()
-        if args.parts and not is_plain:
+        if self.parts_left > 0 and not is_plain:
+            self.parts_left -= 1
             run.params = params
             figures |= run.stages(args.chunks)
         run.free()
@@ -153,6 +166,13 @@ class Bench:
             name: round(value, 4) if isinstance(value, float) else value
             for name, value in figures.items()
         }
+
+    def forget(self) -> None:
+        """Drop the weights, so that a configuration that failed leaves nothing behind."""
+        import jax
+
+        self.pair = self.params = None
+        jax.clear_caches()
 
     def _load(self, setting: Setting) -> None:
         """Random weights of the pair, made on the device; those of the last pair are dropped."""
@@ -166,158 +186,6 @@ class Bench:
         self.params = materialise(params_specs(target, draft, self.args.dtype))
         jax.block_until_ready(self.params)
         self.pair = (setting.shapes, setting.drafter)
-
-
-class _Runner:
-    """Carriers of one configuration and what is done with them."""
-
-    def __init__(self, params: Any, setting: Setting, fixed: Any, options: Any) -> None:
-        import jax
-        import jax.numpy as jnp
-        from random_pair import materialise
-
-        from dflash_jax.scratch import init_scratch
-        from dflash_jax.state import init_buffers
-
-        self.params, self.setting, self.fixed, self.options = params, setting, fixed, options
-        self.plain_ms: float | None = None
-        self.compile_seconds, self.temp_bytes = 0.0, 0
-        self.scratch = init_scratch(params.draft.config, fixed=fixed)
-        buffers = jax.eval_shape(lambda: init_buffers(fixed))
-        k_pools, v_pools = materialise((buffers.k_pools, buffers.v_pools), scale=1.0, seed=1)
-        small = buffers.replace(k_pools=(), v_pools=())
-        small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), small)
-        pages = jax.random.permutation(jax.random.key(2), fixed.num_pages).astype(jnp.int32)
-        table = pages.reshape(setting.batch, -1)
-        meta = small.meta.replace(block_table=table)
-        self.buffers = small.replace(meta=meta, k_pools=k_pools, v_pools=v_pools)
-        self.last: Any = None
-
-    def start(self, *, keep: int | None = None) -> Any:
-        """A state whose sequences all stand at the asked context."""
-        import jax.numpy as jnp
-
-        from dflash_jax.state import Status, init_state
-
-        state: Any = init_state(self.fixed)
-        every = jnp.full_like(state.seq_lens, 1)
-        return state.replace(
-            seq_lens=every * self.setting.context,
-            anchor=jnp.arange(1, self.fixed.batch + 1, dtype=jnp.int32),
-            remaining=every * (1 << 20),
-            max_lens=every * self.fixed.capacity,
-            keep=every * (self.fixed.num_drafts if keep is None else keep),
-            status=every * int(Status.ACTIVE),
-        )
-
-    def chunk(self, state: Any) -> Any:
-        """Run one chunk; its record and the state after it."""
-        from dflash_jax import loop
-
-        record, state, self.buffers, self.scratch = loop.decode(
-            self.params,
-            state,
-            self.buffers,
-            self.scratch,
-            fixed=self.fixed,
-            options=self.options,
-        )
-        return record, state
-
-    def continue_plainly(self, count: int) -> Any:
-        """i32[B, S]: the target's own next `count` tokens, by the same executable."""
-        import jax
-        import jax.numpy as jnp
-
-        from dflash_jax.drafters import oracle_drafter
-
-        state = self.start(keep=0)
-        unknown = jnp.zeros((self.fixed.batch, self.fixed.capacity + 1), jnp.int32)
-        inner = self.params.draft
-        self.params = self.params.replace(
-            draft=oracle_drafter(unknown, num_drafts=self.fixed.num_drafts, inner=inner)
-        )
-        self._compile(state)
-        taken = []
-        for _ in range(-(-count // self.options.cycles)):
-            began = time.perf_counter()
-            _, state = self.chunk(state)
-            jax.block_until_ready(state)
-            taken.append(1000 * (time.perf_counter() - began) / self.options.cycles)
-        self.plain_ms = statistics.median(taken[1:] or taken)
-        return state.tokens
-
-    def time_chunks(self, chunks: int) -> list[float]:
-        """ms a cycle of each chunk; the next one is launched before the last is waited for."""
-        import jax
-
-        states = [self.start() for _ in range(chunks + 3)]
-        if not self.compile_seconds:
-            self._compile(states[0])
-        jax.block_until_ready((states, self.buffers, self.scratch))
-        ends = []
-        waiting = None
-        for state in states:
-            record, _ = self.chunk(state)
-            if waiting is not None:
-                jax.block_until_ready(waiting)
-                ends.append(time.perf_counter())
-            waiting = record
-        jax.block_until_ready(waiting)
-        self.last = waiting
-        steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-        return [1000 * step / self.options.cycles for step in steps[1:]]
-
-    def accepted(self) -> set[int]:
-        """Which numbers of drafts the last chunk's cycles accepted."""
-        import numpy as np
-
-        if int(self.last.num_cycles) != self.options.cycles:
-            raise RuntimeError(f"{self.setting}: {self.last.num_cycles} cycles ran")
-        return set(np.asarray(self.last.num_accepted).ravel().tolist())
-
-    def stages(self, samples: int) -> dict[str, float]:
-        """ms of propose, verify and commit apart."""
-        from decode_stages import stage_times
-
-        times, carried = stage_times(
-            self.params,
-            self.start(),
-            self.buffers,
-            self.scratch,
-            fixed=self.fixed,
-            impl=self.options.impl,
-            samples=samples,
-        )
-        self.buffers, self.scratch = carried
-        return {f"{name}_ms": ms for name, ms in times.items()}
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Device time by kernel of one chunk."""
-        from decode_stages import kernel_table
-
-        state = self.start()
-        return kernel_table(lambda: self.chunk(state)[0], self.options.cycles)
-
-    def free(self) -> None:
-        """Drop the carriers before the next configuration asks for its own."""
-        self.buffers = self.scratch = self.last = None
-
-    def _compile(self, state: Any) -> None:
-        from dflash_jax import loop
-
-        began = time.perf_counter()
-        compiled = loop.decode.lower(
-            self.params,
-            state,
-            self.buffers,
-            self.scratch,
-            fixed=self.fixed,
-            options=self.options,
-        ).compile()
-        self.compile_seconds = time.perf_counter() - began
-        memory = compiled.memory_analysis()
-        self.temp_bytes = memory.temp_size_in_bytes if memory is not None else 0
 
 
 def _limit(params: Any, setting: Setting, fixed: Any, cycle_ms: float) -> dict[str, float]:
@@ -398,6 +266,8 @@ def _commit() -> str:
 
 def table(result: dict[str, Any]) -> str:
     """One configuration as lines for a reader."""
+    if "error" in result:
+        return "{shapes} {drafter} batch {batch} context {context}: {error}".format(**result)
     lines = [
         "{shapes} {drafter} batch {batch} context {context}: cycle {cycle_ms:.3f} ms "
         "({cycle_ms_min:.3f} to {cycle_ms_max:.3f}), limit {limit_ms:.3f} ms, "
@@ -445,13 +315,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--impl", choices=("auto", "xla", "pallas"), default="auto")
-    parser.add_argument("--parts", action="store_true", help="also time the stages apart")
+    parser.add_argument(
+        "--parts",
+        type=int,
+        nargs="?",
+        const=1000,
+        default=0,
+        metavar="N",
+        help="also time the stages apart, of the first N configurations",
+    )
     parser.add_argument("--profile", action="store_true", help="also list kernels by device time")
     parser.add_argument("--torch", action="store_true", help="also time bench_torch.py, first")
     modes = ("default", "max-autotune-no-cudagraphs")
     parser.add_argument("--torch-mode", choices=modes, default="default")
     parser.add_argument("--torch-timeout", type=int, default=240, help="seconds")
-    parser.add_argument("--minutes", type=float, default=60.0, help="start nothing after these")
+    parser.add_argument("--minutes", type=float, default=60.0, help="to end within")
+    parser.add_argument(
+        "--torch-share", type=float, default=0.5, help="of these, the most that PyTorch gets"
+    )
+    parser.add_argument(
+        "--skip",
+        type=Path,
+        action="append",
+        default=[],
+        help="results; what they have is not run",
+    )
     parser.add_argument("--out", type=Path, help="results file, written after each configuration")
     parser.add_argument("--commit", help="to report, where there is no checkout")
     args = parser.parse_args(argv)
@@ -461,42 +349,88 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--cycles and --chunks start at 1, --rows at 2")
     args.config += [Setting.parse(text) for text in MATRICES.get(args.matrix, ())]
     args.config = list(dict.fromkeys(args.config)) or [Setting.parse(_SMALL[0])]
+    done = {name for path in args.skip for name in measured(path)}
+    args.config = [setting for setting in args.config if str(setting) not in done]
     return args
+
+
+def measured(path: Path) -> list[str]:
+    """The configurations that a results file has figures of."""
+    results = json.loads(path.read_text())["results"]
+    keys = ("shapes", "drafter", "batch", "context")
+    return [":".join(str(one[key]) for key in keys) for one in results if "error" not in one]
+
+
+class Budget:
+    """Minutes to spend; whatever is started is expected to take what the ones before it took."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.perf_counter() + 60 * minutes
+        self.longest = 0.0
+
+    def is_spent(self) -> bool:
+        return self.end - time.perf_counter() < self.longest
+
+    def took(self, since: float) -> None:
+        self.longest = max(self.longest, time.perf_counter() - since)
+
+
+def time_torch(args: argparse.Namespace) -> dict[Setting, dict[str, Any]]:
+    """PyTorch's side of each configuration, before JAX takes the device's memory."""
+    found: dict[Setting, dict[str, Any]] = {}
+    budget = Budget(args.minutes * args.torch_share)
+    for setting in args.config if args.torch else ():
+        if setting.drafter == "none":
+            continue
+        if budget.is_spent():
+            found[setting] = {"not_run": "no time left"}
+            continue
+        say(f"{setting}: PyTorch")
+        began = time.perf_counter()
+        found[setting] = run_torch(setting, args)
+        budget.took(began)
+        write(args.out, {"torch": {str(key): value for key, value in found.items()}})
+    return found
+
+
+def measure(bench: Bench, setting: Setting) -> dict[str, Any]:
+    """Figures of one configuration, or why there are none: out of memory, most often."""
+    try:
+        return bench.measure(setting)
+    except (RuntimeError, MemoryError) as error:  # XLA's errors among them
+        bench.forget()
+        return {**asdict(setting), "error": str(error).strip().split("\n")[0][:300]}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     began = time.perf_counter()
-    late = lambda: time.perf_counter() - began > 60 * args.minutes
-    of_torch = {}
-    for setting in args.config if args.torch else ():
-        if setting.drafter == "none" or late():
-            continue
-        say(f"{setting}: PyTorch")
-        of_torch[setting] = run_torch(setting, args)
-        write(args.out, {"torch": {str(key): value for key, value in of_torch.items()}})
+    of_torch = time_torch(args)
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout without installing
     # 32 sequences of 16k tokens at 8B shapes take 110 GB of an H200's 150.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     report: dict[str, Any] = {**facts(args), "results": [], "not_run": []}
     bench = Bench(args)
+    budget = Budget(args.minutes - (time.perf_counter() - began) / 60)
     for setting in args.config:
-        if late():
+        if budget.is_spent():
             report["not_run"].append(str(setting))
             continue
         say(f"{setting}: ours")
-        result = bench.measure(setting)
-        if setting in of_torch:
-            result["torch"] = of_torch[setting]
-            if "cycle_ms" in of_torch[setting]:
-                result["torch_over_ours"] = round(
-                    of_torch[setting]["cycle_ms"] / result["cycle_ms"], 3
-                )
+        start = time.perf_counter()
+        result = measure(bench, setting)
+        budget.took(start)
+        theirs = of_torch.get(setting, {})
+        if theirs:
+            result["torch"] = theirs
+        if "cycle_ms" in theirs and "cycle_ms" in result:
+            result["torch_over_ours"] = round(theirs["cycle_ms"] / result["cycle_ms"], 3)
         report["results"].append(result)
         write(args.out, report)
         print(table(result), flush=True)
+    write(args.out, report)
     print(json.dumps(report))
-    return 0
+    return int(any("error" in result for result in report["results"]))
 
 
 if __name__ == "__main__":

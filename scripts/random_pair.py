@@ -47,6 +47,17 @@ _TARGETS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 192,
@@ -58,6 +69,12 @@ _TARGETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# What a drafter has instead of its target's sizes; the small pair is the one that we ship.
+_DRAFTERS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {"num_hidden_layers": 3, "intermediate_size": 704},
+    "tiny": {"num_hidden_layers": 2},
+}
+_SELECTOR_RANKS = {"smollm2-135m": 16}
 SHAPES = tuple(_TARGETS)
 
 
@@ -76,21 +93,22 @@ def pair_configs(
         "rope_theta": 1000000,
         "max_position_embeddings": 40960,
     }
-    target = TargetConfig.from_hf(facts | {"model_type": "qwen3"})
+    target = TargetConfig.from_hf({"model_type": "qwen3"} | facts)
     if drafter == "none":
         return target, RuleConfig("none", 0)
     extra: dict[str, Any] = {"mask_token_id": target.vocab - 267}
     if drafter == "dflash2":
         extra |= {"conv_kernel_size": 2, "conv_group_size": 16}
-        extra |= {"selector_rank": 256, "selector_top_k": 16}
+        extra |= {"selector_rank": _SELECTOR_RANKS.get(shapes, 256), "selector_top_k": 16}
     names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
     of_draft = {
         "architectures": [names[drafter]],
-        "num_hidden_layers": 2 if shapes == "tiny" else 5,
+        "model_type": "qwen3",
+        "num_hidden_layers": 5,
         "num_target_layers": target.num_layers,
         "block_size": rows,
         "dflash_config": extra,
-    }
+    } | _DRAFTERS.get(shapes, {})
     return target, DraftConfig.from_hf(facts | of_draft)
 
 
@@ -132,6 +150,7 @@ def _spec(*shape: int, dtype: str) -> Any:
 
 def _layer(config: TargetConfig | DraftConfig, spec: Any) -> LayerParams:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    has_qk_norm = isinstance(config, DraftConfig) or config.has_qk_norm
     conv = None
     if isinstance(config, DraftConfig) and config.conv_taps:
         conv = ConvParams(
@@ -145,8 +164,8 @@ def _layer(config: TargetConfig | DraftConfig, spec: Any) -> LayerParams:
         post_norm=spec(config.width),
         gate_up=spec(2 * config.ffn, config.width),
         down=spec(config.width, config.ffn),
-        q_norm=spec(config.head_dim),
-        k_norm=spec(config.head_dim),
+        q_norm=spec(config.head_dim) if has_qk_norm else None,
+        k_norm=spec(config.head_dim) if has_qk_norm else None,
         attention_conv=conv,
         mlp_conv=conv,
     )
