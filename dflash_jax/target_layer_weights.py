@@ -5,6 +5,7 @@ Both families of fused projections come out in one order (`params.GdnParams`), e
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -95,7 +96,7 @@ def _grouped_in_proj(source: TensorSource, at: str, width: int, c: GdnConfig) ->
 
 def _feed_forward(
     source: TensorSource, at: str, c: TargetConfig, moe: MoeConfig | None
-) -> dict[str, jax.Array | None]:
+) -> dict[str, Any]:
     if moe is None:
         gate_up = source.rows(
             f"{at}gate_up_proj.weight",

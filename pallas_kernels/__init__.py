@@ -7,6 +7,7 @@ shapes only, so that a token decodes to the same bits whatever shares its batch.
 from pallas_kernels._launch import IMPLS, MASK_VALUE, check_impl
 from pallas_kernels._skinny_tiles import SkinnyMatmulConfig
 from pallas_kernels.dynamic_conv import dynamic_conv, dynamic_conv_xla
+from pallas_kernels.gated_delta_rows import gated_delta_rows, gated_delta_rows_xla
 from pallas_kernels.paged_attention import paged_attention, paged_attention_xla
 from pallas_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_xla
 from pallas_kernels.skinny_matmul import (
@@ -33,6 +34,8 @@ __all__ = [
     "check_impl",
     "dynamic_conv",
     "dynamic_conv_xla",
+    "gated_delta_rows",
+    "gated_delta_rows_xla",
     "paged_attention",
     "paged_attention_xla",
     "reshape_and_cache",

@@ -1,7 +1,8 @@
-"""Dense targets, Qwen3 and Llama: rows of any step form to hidden rows and target features.
+"""Qwen3, Llama, Qwen3-MoE and the hybrids: rows of any step form to hidden rows and features.
 
-One function serves prefill chunks, plain steps and verification: rows differ only in their
-metadata. Features are taken at layer outputs, before the next norm.
+One function serves all families, prefill chunks, plain steps and verification: layers say by what
+they hold whether they are attention or Gated DeltaNet, dense or experts, and rows differ only in
+their metadata. Features are taken at layer outputs, before the next norm.
 """
 
 from typing import NamedTuple
@@ -10,11 +11,15 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dflash_jax.config import TargetConfig
+from dflash_jax.gdn_state import GdnLayerState, GdnState, keep_rows
 from dflash_jax.layers import apply_rope, embed, linear, rms_norm, rope_angles, split_qkv
 from dflash_jax.metadata import AttnMetadata
 from dflash_jax.paged_kv import write_and_attend
 from dflash_jax.params import LayerParams, TargetParams
 from dflash_jax.state import Buffers
+from dflash_jax.targets.gated_delta import RecurrentRows, gated_delta_layer
+from dflash_jax.targets.moe import mixture
 
 
 class TargetOutput(NamedTuple):
@@ -34,30 +39,53 @@ def forward(
     buffers: Buffers,
     *,
     taps: tuple[int, ...] = (),
+    slots: jax.Array | None = None,
+    is_prefill: bool = False,
     impl: str = "auto",
 ) -> TargetOutput:
-    """Run rows through a dense target.
+    """Run rows through a target.
 
     Args:
       params: TargetParams.
       tokens: i32[N] ids.
       meta: AttnMetadata of the rows.
       args: u32[B, 3] (kv_len, q_offset, q_rope_pos).
-      buffers: donated; the first pools, one a layer of this target, are updated in place.
+      buffers: donated; the first pools, one an attention layer of this target, and the states of
+        its Gated-DeltaNet layers are updated in place.
       taps: layer-output ids whose rows become features; -1 is the embedding's output.
+      slots: i32[B] where the sequences' states are; a dense target has none.
+      is_prefill: the rows are part of the text for certain, so states advance past them. Otherwise
+        they wait for `gdn_state.keep_rows`.
     """
     config = params.config
     k_pools, v_pools = list(buffers.k_pools), list(buffers.v_pools)
     capacity = meta.block_table.shape[1] * k_pools[0].shape[2]
     angles = rope_angles(meta.positions, config.rope, config.head_dim, capacity)
+    rows, states = _recurrent_rows(params, args, buffers, slots, is_prefill)
     x = embed(tokens, params.embed)  # [N, E]
     features = [x] if -1 in taps else []
+    num_attention = num_recurrent = 0
     for i, layer in enumerate(params.layers):
-        y, k_pools[i], v_pools[i] = _attention(
-            layer, x, meta, args, angles, k_pools[i], v_pools[i], params, impl
-        )
+        normed = rms_norm(x, layer.input_norm, config.rms_eps)
+        if layer.gdn is not None and rows is not None and config.gdn is not None:
+            y, states[num_recurrent] = gated_delta_layer(
+                layer.gdn,
+                normed,
+                rows,
+                states[num_recurrent],
+                config.gdn,
+                eps=config.rms_eps,
+                impl=impl,
+            )
+            num_recurrent += 1
+        else:
+            pools = k_pools[num_attention], v_pools[num_attention]
+            y, k_pools[num_attention], v_pools[num_attention] = attention(
+                layer, normed, meta, args, angles, *pools, config, impl=impl
+            )
+            num_attention += 1
         x = x + y
-        x = x + _feed_forward(layer, rms_norm(x, layer.post_norm, config.rms_eps), impl)
+        x = x + feed_forward(layer, rms_norm(x, layer.post_norm, config.rms_eps), config, impl=impl)
         if i in taps:
             features.append(x)
     none = jnp.zeros((x.shape[0], 0), x.dtype)
@@ -65,24 +93,62 @@ def forward(
         residual=x,
         hidden=rms_norm(x, params.norm, config.rms_eps),
         features=jnp.concatenate(features, axis=1) if features else none,
-        buffers=buffers.replace(k_pools=tuple(k_pools), v_pools=tuple(v_pools)),
+        buffers=buffers.replace(
+            k_pools=tuple(k_pools),
+            v_pools=tuple(v_pools),
+            gdn=_states_after(buffers, rows, states),
+        ),
     )
 
 
-def _attention(
+def _recurrent_rows(
+    params: TargetParams,
+    args: jax.Array,
+    buffers: Buffers,
+    slots: jax.Array | None,
+    is_prefill: bool,
+) -> tuple[RecurrentRows | None, list[GdnLayerState]]:
+    """The rows as Gated-DeltaNet layers see them, and those layers' states."""
+    if params.config.gdn is None:
+        return None, []
+    if buffers.gdn is None or slots is None:
+        raise ValueError(
+            "targets.forward: a hybrid target needs slots and the states in buffers.gdn"
+        )
+    kv_len, start = args[:, 0].astype(jnp.int32), args[:, 1].astype(jnp.int32)
+    num_rows = kv_len - start
+    kept = buffers.gdn.num_kept.at[slots].get(mode="fill", fill_value=0)
+    # A sequence without rows takes no part, and a new one has kept nothing: then the slot may hold
+    # anything.
+    kept = jnp.where((num_rows > 0) & (start > 0), kept, jnp.zeros_like(kept))
+    return RecurrentRows(slots, start, num_rows, kept, is_prefill), list(buffers.gdn.layers)
+
+
+def _states_after(
+    buffers: Buffers, rows: RecurrentRows | None, states: list[GdnLayerState]
+) -> GdnState | None:
+    """The states with what the layers made of them; a prefill leaves nothing to be folded."""
+    if buffers.gdn is None or rows is None:
+        return buffers.gdn
+    gdn = buffers.gdn.replace(layers=tuple(states))
+    if rows.is_prefill:
+        gdn = keep_rows(gdn, rows.slots, rows.num_rows, jnp.zeros_like(rows.num_rows))
+    return gdn
+
+
+def attention(
     layer: LayerParams,
-    x: jax.Array,
+    normed: jax.Array,
     meta: AttnMetadata,
     args: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     k_pool: jax.Array,
     v_pool: jax.Array,
-    params: TargetParams,
+    config: TargetConfig,
+    *,
     impl: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention sub-layer: what it adds to the stream, and the pools."""
-    config = params.config
-    normed = rms_norm(x, layer.input_norm, config.rms_eps)
+    """Attention sub-layer: what it adds to the stream for normed[N, E], and the pools."""
     qkv = linear(normed, layer.qkv, layer.qkv_bias, impl=impl)
     q, k, v = split_qkv(qkv, config.num_heads, config.num_kv_heads, config.head_dim)
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -90,9 +156,15 @@ def _attention(
         k = rms_norm(k, layer.k_norm, config.rms_eps)
     q, k = apply_rope(q, *angles), apply_rope(k, *angles)
     out, k_pool, v_pool = write_and_attend(q, k, v, k_pool, v_pool, meta, args, impl=impl)
+    if config.has_output_gate:
+        gate = qkv[:, qkv.shape[1] - out.shape[1] :]
+        out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
     return linear(out, layer.o, layer.o_bias, impl=impl), k_pool, v_pool
 
 
-def _feed_forward(layer: LayerParams, x: jax.Array, impl: str) -> jax.Array:
+def feed_forward(layer: LayerParams, x: jax.Array, config: TargetConfig, *, impl: str) -> jax.Array:
+    """Feed-forward sub-layer, dense or of experts: what it adds for x[N, E]."""
+    if layer.router is not None and config.moe is not None:
+        return mixture(layer, x, config.moe, impl=impl)
     inner = pk.skinny_matmul_swiglu(x, layer.gate_up, impl=impl)  # [N, F]
     return linear(inner, layer.down, impl=impl)

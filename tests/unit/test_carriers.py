@@ -13,7 +13,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax import loop
-from dflash_jax.fixed import ArraySpec, DraftFixed, Fixed
+from dflash_jax.fixed import ArraySpec, DraftFixed, Fixed, StateTableSpec
 from dflash_jax.scratch import DflashScratch, init_scratch, scratch_specs
 from dflash_jax.state import init_buffers, init_state
 from tests import kit
@@ -159,7 +159,8 @@ def test_every_field_of_fixed_is_read_by_what_allocates_or_steps():
 
 def test_buffers_are_live_twins_of_what_fixed_describes():
     fixed = kit.standard(pairs()["dflash2"])
-    tables, activations = ArraySpec((3,), "int32"), ArraySpec((2, 8), "int8")
+    tables = StateTableSpec((3,), "int32", num_slots=3, layers=())
+    activations = ArraySpec((2, 8), "int8")
     fixed = dataclasses.replace(fixed, verify_wy_tables=tables, ffn_act_q8=activations)
     buffers = init_buffers(fixed)
     for name in FIXED_NAMES:
