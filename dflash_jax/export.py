@@ -1,4 +1,4 @@
-"""Write drafters in z-lab's config and tensor names, in full or as int8 with float scales.
+"""Write drafters in their publishers' forms, in full or as int8 with float scales.
 
 int8 is this project's own storage: a matrix `NAME` is I8 with `NAME.scale`, f32, one a row. The two
 selector codebooks have `NAME.column_scale` instead, one a column: their rows are looked up one by
@@ -13,18 +13,51 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.config import DraftConfig, LayerAttention, RopeConfig
-from dflash_jax.params import ConvParams, DraftParams, LayerParams
+from dflash_jax.config import DraftConfig
+from dflash_jax.export_forms import OWNERS, drafter_to_hf
+from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
+from dflash_jax.mask_embedding import write_mask_embedding
+from dflash_jax.params import (
+    ConfidenceParams,
+    ConvParams,
+    DraftParams,
+    LayerParams,
+    MarkovParams,
+    TargetParams,
+)
 from dflash_jax.safetensors_io import SINGLE_NAME, write_file
 
 _CODEBOOK_ENDING = "_codebook"
 
 
 def save_drafter(
-    params: DraftParams, folder: str | os.PathLike[str], *, int8: bool = False
+    params: DraftParams,
+    folder: str | os.PathLike[str],
+    *,
+    form: str = "zlab",
+    target: TargetParams | None = None,
+    int8: bool = False,
 ) -> None:
-    """Write config.json and model.safetensors that `load_drafter` reads back."""
-    write_drafter(folder, params.config, drafter_tensors(params), int8=int8)
+    """Write config.json and model.safetensors that `load_drafter` reads back.
+
+    Args:
+      form: zlab (DSpark as SpecForge writes it), deepspec or speculators.
+      target: whose embedding and head are written where the form has a place for them and the
+        drafter has none; DeepSpec's needs them.
+      int8: z-lab's form alone.
+
+    Raises:
+      ValueError: what the form cannot say; nothing is written then.
+    """
+    folder = Path(folder)
+    if int8 and form != "zlab":
+        raise ValueError(f"drafter: int8 is stored in z-lab's form alone, not in {OWNERS[form]}")
+    drafter_to_hf(params.config, form)
+    tensors = drafter_tensors(params) | _tables(params, form, target)
+    write_drafter(folder, params.config, tensors, form=form, int8=int8)
+    if params.mask_embed is not None and form == "zlab":
+        row = np.asarray(params.mask_embed)
+        write_mask_embedding(folder / MASK_EMBEDDING, row, params.config.mask_id)
 
 
 def write_drafter(
@@ -32,15 +65,16 @@ def write_drafter(
     config: DraftConfig,
     tensors: Mapping[str, Any],
     *,
+    form: str = "zlab",
     int8: bool = False,
 ) -> None:
     """Write a drafter given by checkpoint names; matrices are `[out, in]`.
 
     Raises:
-      ValueError: a config that z-lab's keys cannot say.
+      ValueError: a config that the form's keys cannot say.
     """
     folder = Path(folder)
-    hf = drafter_to_hf(config)
+    hf = drafter_to_hf(config, form)
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
     hf["dtype"] = str(arrays["norm.weight"].dtype)
     if int8:
@@ -53,87 +87,6 @@ def write_drafter(
         os.replace(temporary, folder / "config.json")
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def drafter_to_hf(config: DraftConfig) -> dict[str, Any]:
-    """The z-lab `config.json` of a drafter: what `DraftConfig.from_hf` reads back as the same."""
-    nested: dict[str, Any] = {
-        "mask_token_id": config.mask_id,
-        "target_layer_ids": list(config.target_layer_ids),
-    }
-    if config.kind == "dflash2":
-        nested |= {
-            "block_size": config.block_rows,
-            "conv_kernel_size": config.conv_taps,
-            "conv_group_size": config.conv_group,
-            "selector_rank": config.selector_rank,
-            "selector_top_k": config.selector_top_k,
-        }
-    if config.input_embedding_scale != 1.0:
-        nested["input_embedding_scale"] = config.input_embedding_scale
-    if config.output_multiplier != 1.0:
-        nested["output_multiplier"] = config.output_multiplier
-    if config.soft_cap is not None:
-        nested["final_logit_softcapping"] = config.soft_cap
-    is_second = config.kind == "dflash2"
-    hf = {
-        "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
-        "model_type": "qwen3",
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_eps,
-        "max_position_embeddings": config.max_context,
-        "attention_bias": config.has_attention_bias,
-        "tie_word_embeddings": False,
-        "num_target_layers": config.num_target_layers,
-        **_attention_to_hf(config.attention),
-        **_rope_to_hf(config.rope),
-        **({} if is_second else {"block_size": config.block_rows}),
-        "dflash_config": nested,
-    }
-    if DraftConfig.from_hf(hf) != config:
-        raise ValueError(f"drafter config: z-lab's keys cannot say {config.attention}")
-    return hf
-
-
-def _attention_to_hf(attention: tuple[LayerAttention, ...]) -> dict[str, Any]:
-    """Windows and causality; left out, causality follows the window, as readers take it."""
-    windows = {layer.window for layer in attention if layer.window is not None}
-    causal = {layer.is_causal for layer in attention}
-    slides = [layer.window is not None for layer in attention]
-    if len(causal) == 2 and not windows:
-        slides = [layer.is_causal for layer in attention]  # sliding without a window
-    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    hf = {
-        "layer_types": kinds,
-        "use_sliding_window": bool(windows),
-        "sliding_window": max(windows) if windows else None,
-    }
-    return hf | ({"is_causal": causal.pop()} if len(causal) == 1 else {})
-
-
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] | None = None
-    if rope.kind != "default":
-        scaling = {
-            "rope_type": rope.kind,
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_context,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-        }
-        if rope.kind == "yarn":
-            scaling["attention_factor"] = rope.attention_factor
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
 def drafter_tensors(params: DraftParams) -> dict[str, np.ndarray]:
@@ -152,7 +105,67 @@ def drafter_tensors(params: DraftParams) -> dict[str, np.ndarray]:
             f"{at}predecessor_codebook": params.selector.predecessor,
             f"{at}successor_codebook": params.selector.successor,
         }
+    tensors |= _markov_tensors(params.markov, params.config.markov_kind)
+    tensors |= _confidence_tensors(params.confidence)
     return {name: np.asarray(x) for name, x in tensors.items()}
+
+
+def _markov_tensors(markov: MarkovParams | None, kind: str) -> dict[str, Any]:
+    if markov is None:
+        return {}
+    at = "markov_head."
+    tensors = {f"{at}markov_w1.weight": markov.embed, f"{at}markov_w2.weight": markov.out}
+    if markov.mix is not None:
+        name = {"gated": "gate_proj", "rnn": "joint_proj"}[kind]
+        tensors |= {f"{at}{name}.weight": markov.mix, f"{at}{name}.bias": markov.mix_bias}
+    return tensors
+
+
+def _confidence_tensors(confidence: ConfidenceParams | None) -> dict[str, Any]:
+    if confidence is None:
+        return {}
+    at = "confidence_head.proj."
+    return {f"{at}weight": confidence.weight, f"{at}bias": confidence.bias}
+
+
+def _tables(params: DraftParams, form: str, target: TargetParams | None) -> dict[str, np.ndarray]:
+    """Embedding, head and id map, where the form has a place for them."""
+    own = {"an embedding": params.embed, "a head": params.head, "an id map": params.d2t}
+    places = {"zlab": (), "deepspec": ("an embedding", "a head"), "speculators": tuple(own)}
+    for what, table in own.items():
+        if table is not None and what not in places[form]:
+            raise ValueError(
+                f"drafter: {OWNERS[form]} form has no place for {what} of the drafter's own; name "
+                "the target if it is a copy"
+            )
+    if form == "zlab":
+        return {}
+    embed, head = params.embed, params.head
+    if target is not None:
+        embed = target.embed if embed is None else embed
+        head = target.lm_head if head is None else head
+    has_all = embed is not None and (head is not None or form != "deepspec")
+    if not has_all and (form == "deepspec" or params.mask_embed is not None):
+        raise ValueError(
+            f"drafter: {OWNERS[form]} form keeps what this drafter shares with its target in the "
+            "drafter's own tables; name the target"
+        )
+    tables = {"embed_tokens.weight": embed, "lm_head.weight": head}
+    dtype = np.asarray(params.norm).dtype
+    found = {name: np.array(x).astype(dtype) for name, x in tables.items() if x is not None}
+    if params.mask_embed is not None:
+        found["embed_tokens.weight"][params.config.mask_id] = np.asarray(params.mask_embed)
+    return found | _map_tensors(params)
+
+
+def _map_tensors(params: DraftParams) -> dict[str, np.ndarray]:
+    """The map as offsets, and the flags of the ids that it reaches."""
+    if params.d2t is None:
+        return {}
+    ids = np.asarray(params.d2t, np.int64)
+    selected = np.zeros(params.config.vocab, np.bool_)
+    selected[ids] = True
+    return {"d2t": ids - np.arange(len(ids)), "t2d": selected}
 
 
 def _layer_tensors(layer: LayerParams, at: str, c: DraftConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ __all__ = [
     "PACKAGED_DRAFTERS",
     "check_pair",
     "load_drafter",
+    "load_tables",
     "load_target",
     "read_configs",
     "read_draft_config",
@@ -99,6 +100,22 @@ def load_target(
       ValueError, FileNotFoundError: a file that is damaged or not what its config says.
       NotImplementedError: an architecture or storage type that is not built.
     """
+    source, config, prefix = _open(path, dtype, real_vocab)
+    params = _read_target(source, prefix, config, progress)
+    source.finish()
+    return params
+
+
+def load_tables(path: PathLike, *, dtype: Any = None) -> TargetParams:
+    """A target's embedding, head and norm without its layers: what drafters may share."""
+    source, config, prefix = _open(path, dtype, None)
+    return _read_target(source, prefix, replace(config, num_layers=0), None).replace(config=config)
+
+
+def _open(
+    path: PathLike, dtype: Any, real_vocab: int | None
+) -> tuple[TensorSource, TargetConfig, str]:
+    """A target's tensors, its config, and where the decoder's names start."""
     path = resolve_target(path)
     if path.is_file():
         from dflash_jax.gguf import read_gguf
@@ -115,11 +132,8 @@ def load_target(
     is_nested = bool(hf.get("text_config"))
     source = TensorSource(path, tensors, _IGNORED_TARGET + (_IGNORED_NESTED if is_nested else ()))
     prefix = _target_prefix(source, is_nested)
-    embed_name = f"{prefix}embed_tokens.weight"
-    source.use_dtype(dtype, stored or source.peek(embed_name).dtype)
-    params = _read_target(source, prefix, embed_name, config, progress)
-    source.finish()
-    return params
+    source.use_dtype(dtype, stored or source.peek(f"{prefix}embed_tokens.weight").dtype)
+    return source, config, prefix
 
 
 def _refuse_quantised(path: Path, hf: Mapping[str, Any]) -> None:
@@ -146,10 +160,10 @@ def _target_prefix(source: TensorSource, is_nested: bool) -> str:
 def _read_target(
     source: TensorSource,
     prefix: str,
-    embed_name: str,
     config: TargetConfig,
     progress: Progress | None,
 ) -> TargetParams:
+    embed_name = f"{prefix}embed_tokens.weight"
     head = _read_head(source, embed_name, config)
     embed = source.put(embed_name, config.vocab, config.width)
     layers = []

@@ -1,0 +1,211 @@
+"""A drafter written in another publisher's form comes back with equal bits, or is refused."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.config import DraftConfig, LayerAttention
+from dflash_jax.convert import convert_drafter
+from dflash_jax.draft_forms import draft_form
+from dflash_jax.export import save_drafter
+from dflash_jax.export_forms import drafter_to_hf
+from dflash_jax.mask_embedding import NAME
+from dflash_jax.safetensors_io import read_file
+from dflash_jax.weights import load_drafter, load_tables, load_target
+from scripts.make_tiny import write_tiny_pair
+
+KINDS = ("dflash", "dflash2", "dspark")
+V, E = 307, 64
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Folders and params of a tiny pair a kind; nobody writes to them."""
+    made = {}
+    for kind in KINDS:
+        at = write_tiny_pair(tmp_path_factory.mktemp(kind), drafter=kind, dtype="bfloat16")
+        target = load_target(at.target)
+        made[kind] = at, target, load_drafter(at.drafter, target)
+    return made
+
+
+def drawn(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(jnp.bfloat16)
+
+
+def same_bits(a, b):
+    a, b = jax.tree.flatten(a), jax.tree.flatten(b)
+    same = [x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    return a[1] == b[1] and all(same)
+
+
+HOLDS = [
+    ("dflash", "zlab"),
+    ("dflash", "speculators"),
+    ("dflash2", "zlab"),
+    ("dspark", "zlab"),
+    ("dspark", "deepspec"),
+    ("dspark", "speculators"),
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), HOLDS)
+def test_a_drafter_in_another_form_comes_back_bit_for_bit(tmp_path, pairs, kind, form):
+    at, target, params = pairs[kind]
+    convert_drafter(at.drafter, tmp_path / "new", form=form, target=at.target)
+    assert same_bits(load_drafter(tmp_path / "new", target), params)
+    publisher = draft_form(json.loads((tmp_path / "new" / "config.json").read_text())).publisher
+    publishers = {"zlab": ("z-lab", "SpecForge"), "deepspec": ("DeepSpec",)}
+    assert publisher in publishers.get(form, ("speculators",))
+    assert [p.name for p in tmp_path.iterdir()] == ["new"]
+    # And back, through whatever the other form holds.
+    convert_drafter(tmp_path / "new", tmp_path / "back", form="zlab", target=at.target)
+    assert same_bits(load_drafter(tmp_path / "back", target), params)
+    kept = read_file(tmp_path / "back" / "model.safetensors")
+    assert kept.keys() == read_file(at.drafter / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("dflash", "deepspec"), ("dflash2", "deepspec"), ("dflash2", "speculators")]
+)
+def test_a_family_that_a_form_does_not_know_is_refused(tmp_path, pairs, kind, form):
+    at = pairs[kind][0]
+    with pytest.raises(ValueError, match=f"form has no {kind} drafter, only"):
+        convert_drafter(at.drafter, tmp_path / "new", form=form, target=at.target)
+    assert not list(tmp_path.iterdir())
+
+
+WINDOW, CAUSAL_WINDOW = LayerAttention(False, 32), LayerAttention(True, 32)
+FULL, CAUSAL = LayerAttention(False, None), LayerAttention(True, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "said"),
+    [
+        ("speculators", {"attention": (WINDOW, FULL)}, True),
+        ("speculators", {"attention": (CAUSAL_WINDOW, CAUSAL_WINDOW)}, True),
+        ("speculators", {"attention": (CAUSAL_WINDOW, WINDOW)}, False),
+        ("speculators", {"attention": (CAUSAL, FULL)}, False),
+        ("speculators", {"drafts_from_anchor": False}, True),
+        ("speculators", {"draft_vocab": 100}, True),
+        ("speculators", {"input_embedding_scale": 2.0}, False),
+        ("speculators", {"soft_cap": 20.0}, False),
+        ("deepspec", {"attention": (WINDOW, FULL)}, False),
+        ("deepspec", {"drafts_from_anchor": False}, False),
+        ("deepspec", {"output_multiplier": 0.5}, False),
+        ("deepspec", {"draft_vocab": 100}, False),
+        ("zlab", {"draft_vocab": 100}, False),
+        ("zlab", {"drafts_from_anchor": False}, False),
+        ("zlab", {"attention": (WINDOW, FULL), "soft_cap": 20.0}, True),
+    ],
+)
+def test_what_a_form_cannot_say_is_refused_by_name(pairs, form, changes, said):
+    config = replace(pairs["dspark"][2].config, **changes)
+    if said:
+        assert DraftConfig.from_hf(drafter_to_hf(config, form)) == config
+        return
+    with pytest.raises(ValueError, match=f"keys cannot say {next(iter(changes))} "):
+        drafter_to_hf(config, form)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+@pytest.mark.parametrize("form", ["zlab", "deepspec", "speculators"])
+def test_every_markov_head_survives_every_form(tmp_path, pairs, kind, form):
+    _, target, params = pairs["dspark"]
+    rank = params.config.markov_rank
+    shape = {"gated": (rank, E + rank), "rnn": (3 * rank, 2 * rank + E)}[kind]
+    mix = drawn(*shape)
+    markov = params.markov.replace(mix=mix, mix_bias=mix[:, 0])
+    changed = params.replace(markov=markov, config=replace(params.config, markov_kind=kind))
+    save_drafter(changed, tmp_path / "new", form=form, target=target)
+    assert same_bits(load_drafter(tmp_path / "new", target), changed)
+
+
+def with_own_tables(params, reduced=True):
+    ids = np.sort(np.random.default_rng(0).permutation(V)[:100]).astype(np.int32)
+    table = drawn(V, E)
+    rows = ids if reduced else slice(None)
+    config = replace(
+        params.config, has_embed=True, has_head=True, draft_vocab=100 if reduced else None
+    )
+    own = {"embed": table, "head": -table[rows], "config": config}
+    return params.replace(**own, d2t=jnp.asarray(ids) if reduced else None)
+
+
+def test_a_vocabulary_of_its_own_survives_speculators_form(tmp_path, pairs):
+    _, target, params = pairs["dflash"]
+    own = with_own_tables(params)
+    save_drafter(own, tmp_path / "new", form="speculators", target=target)
+    assert same_bits(load_drafter(tmp_path / "new", target), own)
+    stored = read_file(tmp_path / "new" / "model.safetensors")
+    assert stored["t2d"].sum() == 100 and stored["d2t"].dtype == np.int64
+    with pytest.raises(ValueError, match="z-lab's keys cannot say draft_vocab 100"):
+        save_drafter(own, tmp_path / "other")
+
+
+def test_tables_of_its_own_have_no_place_in_zlabs_form(tmp_path, pairs):
+    _, target, params = pairs["dspark"]
+    own = with_own_tables(params, reduced=False)
+    with pytest.raises(ValueError, match="z-lab's form has no place for an embedding of the draf"):
+        save_drafter(own, tmp_path / "new")
+    save_drafter(own, tmp_path / "new", form="deepspec")
+    assert same_bits(load_drafter(tmp_path / "new", target), own)
+    assert same_bits(load_drafter(tmp_path / "new"), own)
+
+
+def test_deepspecs_form_needs_tables_and_a_target_that_has_them(tmp_path, pairs):
+    at = pairs["dspark"][0]
+    with pytest.raises(ValueError, match="DeepSpec's form keeps what this drafter shares"):
+        convert_drafter(at.drafter, tmp_path / "new", form="deepspec")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mask_embedding_goes_beside_the_weights_or_into_the_table(tmp_path, pairs):
+    at, target, params = pairs["dspark"]
+    row = drawn(E)
+    masked = params.replace(mask_embed=row)
+    save_drafter(masked, tmp_path / "zlab")
+    assert (tmp_path / "zlab" / NAME).is_file()
+    assert same_bits(load_drafter(tmp_path / "zlab", target), masked)
+    save_drafter(masked, tmp_path / "deepspec", form="deepspec", target=target)
+    folded = load_drafter(tmp_path / "deepspec", target)
+    table = np.array(target.embed)
+    table[params.config.mask_id] = row
+    assert folded.mask_embed is None and np.array_equal(folded.embed, table)
+    with pytest.raises(ValueError, match="speculators' form keeps what this drafter shares"):
+        save_drafter(masked, tmp_path / "speculators", form="speculators")
+
+
+def test_int8_is_ours_alone(tmp_path, pairs):
+    with pytest.raises(ValueError, match="int8 is stored in z-lab's form alone"):
+        save_drafter(pairs["dflash"][2], tmp_path / "new", form="speculators", int8=True)
+
+
+def test_a_shipped_drafter_is_converted_in_the_dtype_it_was_made_from(tmp_path):
+    written = convert_drafter("smollm2-dflash", tmp_path / "new", form="speculators")
+    back = load_drafter(tmp_path / "new")
+    assert same_bits(back, written) and back.fc.dtype == jnp.bfloat16
+    assert same_bits(back, load_drafter("smollm2-dflash"))
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path, pairs):
+    at = pairs["dflash"][0]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "mine").touch()
+    with pytest.raises(FileExistsError, match="new: it exists, wanted a new folder"):
+        convert_drafter(at.drafter, tmp_path / "new", form="speculators")
+    with pytest.raises(ValueError, match="form 'gguf', wanted one of zlab, deepspec, speculators"):
+        convert_drafter(at.drafter, tmp_path / "other", form="gguf")
+    assert [p.name for p in tmp_path.iterdir()] == ["new"]
+
+
+def test_tables_are_the_targets_without_its_layers(pairs):
+    at, target, _ = pairs["dflash"]
+    tables = load_tables(at.target)
+    assert tables.layers == () and tables.config == target.config
+    assert np.array_equal(tables.embed, target.embed)
+    assert np.array_equal(tables.lm_head, target.lm_head)
