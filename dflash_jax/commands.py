@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from dflash_jax import certificate, engine, memory, models
-from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.config import TargetConfig
 from dflash_jax.executable_cache import keep_executables
 from dflash_jax.fixed import Fixed
 from dflash_jax.job import context_for, sizes_for
 from dflash_jax.models import Models
+from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.output import Output, sizes
 from dflash_jax.params import Params
 from dflash_jax.prompts import UsageError
@@ -171,7 +172,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _sizes(
     args: argparse.Namespace,
     target: TargetConfig,
-    draft: DraftConfig | RuleConfig,
+    draft: DrafterConfig,
     context: int,
     batch: int,
 ) -> Fixed:

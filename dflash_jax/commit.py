@@ -43,6 +43,7 @@ def commit(
         verification.hidden,
         positions.reshape(-1),
         slots.reshape(-1),
+        jnp.repeat(jnp.arange(fixed.batch, dtype=jnp.int32), fixed.verify_rows),
     )
     buffers, scratch = drafters.get(params.draft).advance(
         params, rows, buffers, scratch, fixed=fixed, impl=impl

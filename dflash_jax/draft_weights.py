@@ -20,22 +20,24 @@ from dflash_jax.json_file import read_json
 from dflash_jax.layer_weights import read_layer
 from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
 from dflash_jax.mask_embedding import MaskEmbedding, read_mask_embedding
+from dflash_jax.mtp_config import MtpConfig
+from dflash_jax.mtp_weights import has_head, load_head, read_head_config
 from dflash_jax.pairs import check_pair
 from dflash_jax.params import (
     ConfidenceParams,
     DraftParams,
     MarkovParams,
+    MtpParams,
     SelectorParams,
     TargetParams,
 )
 from dflash_jax.safetensors_io import read_checkpoint
-from dflash_jax.tensor_source import TensorSource, same_bits
+from dflash_jax.tensor_source import TensorSource, full_dtype, same_bits
 
 PathLike = str | os.PathLike[str]
 
 PACKAGED_DRAFTERS = ("smollm2-dflash2", "smollm2-dflash")
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # Tensors that some exports carry and that inference does not read (spec/checkpoints.md §6).
 _IGNORED_DRAFTER = ("verifier_lm_head.", "verifier_norm.")
@@ -56,23 +58,28 @@ _ALIASES = {
 }
 
 
-def read_draft_config(path: PathLike, *, num_target_layers: int | None = None) -> DraftConfig:
+def read_draft_config(
+    path: PathLike, *, num_target_layers: int | None = None
+) -> DraftConfig | MtpConfig:
     """A drafter's config, without reading its weights; arguments as those of `load_drafter`.
 
     Tables that the file has count as its own, though they may turn out to be the target's.
     """
     folder = drafter_folder(path)
     tensors = _plain_names(folder, read_checkpoint(folder))
+    if has_head(tensors):
+        return read_head_config(folder)
     return _config(folder, tensors, _mask_embedding(folder), num_target_layers)
 
 
 def load_drafter(
     path: PathLike, target: TargetParams | None = None, *, dtype: Any = None
-) -> DraftParams:
+) -> DraftParams | MtpParams:
     """Load a DFlash, DFlash2 or DSpark drafter in z-lab, SpecForge, DeepSpec or speculators form.
 
     Args:
-      path: a folder, or the name of a drafter that comes with the package.
+      path: a folder, or the name of a drafter that comes with the package. A target's own folder
+        names its multi-token-prediction head, where it has one.
       target: the model it drafts for; given, the pair is checked and equal tables are shared.
       dtype: float32 or bfloat16; by default the target's, else the file's own.
 
@@ -82,17 +89,15 @@ def load_drafter(
     """
     folder = drafter_folder(path)
     tensors = _plain_names(folder, read_checkpoint(folder))
+    if has_head(tensors):
+        return load_head(folder, tensors, target, dtype=dtype)
     mask = _mask_embedding(folder)
     layers = None if target is None else target.config.num_layers
     config = _config(folder, tensors, mask, layers)
     source = TensorSource(folder, tensors, _IGNORED_DRAFTER)
     _refuse_foreign(source)
-    stored = source.peek("fc.weight").dtype
-    if stored == np.int8:
-        name = read_json(folder / "config.json").get("dtype") or "bfloat16"  # of what it was
-        if name not in _DTYPES:
-            raise ValueError(f"{folder}: dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
-        stored = jax.numpy.dtype(name)
+    hf = read_json(folder / "config.json")
+    stored = full_dtype(folder, source.peek("fc.weight"), hf)
     source.use_dtype(dtype, stored if target is None else target.embed.dtype)
     if target is not None:
         _drop_shared(source, target)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.config import TargetConfig
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig
 from dflash_jax.pairs import check_pair
 from dflash_jax.shapes import check_integers
 
@@ -147,7 +148,7 @@ def pool_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int)
 
 def plan(
     target: TargetConfig,
-    draft: DraftConfig | RuleConfig,
+    draft: DrafterConfig,
     *,
     batch: int = 1,
     max_context: int,
@@ -176,8 +177,9 @@ def plan(
     num_drafts = draft.max_drafts if num_drafts is None else num_drafts
     _check_sizes(target, draft, batch, max_context, num_drafts, page_size, prefill_chunk, num_pages)
     layers = draft.backbone
-    if layers is not None:
-        check_pair(target, layers)
+    own = draft if isinstance(draft, MtpConfig) else layers
+    if own is not None:
+        check_pair(target, own)
     rows, pages = num_drafts + 1, -(-max_context // page_size)
     num_rows = batch * rows
     num_pages = batch * pages if num_pages is None else num_pages
@@ -196,7 +198,7 @@ def plan(
         batch_meta=AttnMetadataSpec(batch, batch, pages),
         verify_meta=AttnMetadataSpec(rows, 1, pages),
         verify_batch_meta=AttnMetadataSpec(num_rows, batch, pages),
-        draft=None,
+        draft=_head_specs(draft, pool, batch, pages) if isinstance(draft, MtpConfig) else None,
         verify_wy_tables=_state_table(target, batch, rows, dtype),
         verify_batch_tokens=ArraySpec((num_rows,), "int32"),
         ffn_act_q8=None,
@@ -230,9 +232,26 @@ def _state_table(
     return StateTableSpec((num_slots,), "int32", num_slots, layers)
 
 
+def _head_specs(head: MtpConfig, pool: ArraySpec, batch: int, pages: int) -> DraftFixed:
+    """What an MTP head carries; its pool has the pages of the target's `pool`."""
+    c, dtype = head.layer, pool.dtype
+    num_pages, _, page_size, _ = pool.shape
+    own = ArraySpec(pool_shape(num_pages, page_size, c.num_kv_heads, c.head_dim), dtype)
+    return DraftFixed(
+        embed=ArraySpec((batch, c.width), dtype),
+        meta=AttnMetadataSpec(batch, batch, pages),
+        k_pool=own,
+        v_pool=own,
+        block_size=page_size,
+        cache_stride=math.prod(own.shape[1:]),
+        vocab=c.vocab,
+        rows=batch,
+    )
+
+
 def _check_sizes(
     target: TargetConfig,
-    draft: DraftConfig | RuleConfig,
+    draft: DrafterConfig,
     batch: int,
     max_context: int,
     num_drafts: int,

@@ -11,8 +11,9 @@ from typing import cast
 
 import numpy as np
 
-from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.config import TargetConfig
 from dflash_jax.fixed import Fixed, plan
+from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.shapes import check_integers
@@ -34,7 +35,7 @@ def context_for(longest: int, target: TargetConfig) -> int:
 
 def sizes_for(
     target: TargetConfig,
-    draft: DraftConfig | RuleConfig,
+    draft: DrafterConfig,
     *,
     max_context: int,
     dtype: str,

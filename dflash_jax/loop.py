@@ -138,7 +138,15 @@ def prefill(
     first = _first_token(state, sequence, logits, start + count, vocab)
     is_last = following < 0
     next_tokens = jnp.roll(tokens, -1).at[num_tokens - 1].set(jnp.where(is_last, first, following))
-    rows = CommittedRows(tokens, next_tokens, features, hidden, meta.positions, meta.slot_mapping)
+    rows = CommittedRows(
+        tokens,
+        next_tokens,
+        features,
+        hidden,
+        meta.positions,
+        meta.slot_mapping,
+        jnp.full_like(tokens, sequence),
+    )
     buffers, scratch = drafters.get(params.draft).advance(
         params, rows, buffers, scratch, fixed=fixed, impl=impl
     )

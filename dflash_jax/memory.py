@@ -1,13 +1,12 @@
 """How many bytes a decode will hold, from configs and sizes alone: before anything is allocated."""
 
-from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.fixed import ArraySpec, Fixed
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig
 from dflash_jax.scratch import scratch_specs
 
 
-def estimate(
-    target: TargetConfig, draft: DraftConfig | RuleConfig, fixed: Fixed
-) -> list[tuple[str, int]]:
+def estimate(target: TargetConfig, draft: DrafterConfig, fixed: Fixed) -> list[tuple[str, int]]:
     """(what, bytes) of everything that lives through a decode; XLA's temporaries come on top."""
     itemsize = ArraySpec((1,), fixed.hidden.dtype).nbytes
     layers, depth = draft.backbone, target.num_layers
@@ -21,6 +20,10 @@ def estimate(
         ("step arrays", sum(spec.nbytes for spec in step)),
         ("drafter scratch", sum(spec.nbytes for spec in scratch if spec is not None)),
     ]
+    if isinstance(draft, MtpConfig) and fixed.draft is not None:
+        own = fixed.draft
+        rows.insert(1, ("drafter weights", head_parameters(draft) * itemsize))
+        rows.insert(3, ("drafter KV pools", own.k_pool.nbytes + own.v_pool.nbytes))
     if layers is not None:
         rows.insert(1, ("drafter weights", draft_parameters(layers) * itemsize))
         rows.insert(3, ("drafter KV pools", sum(pools[depth:])))
@@ -41,7 +44,21 @@ def draft_parameters(c: DraftConfig) -> int:
         conv = 2 * c.conv_taps * (c.width + c.num_conv_groups * c.width)
         count += c.num_layers * 2 * conv
         count += c.selector_rank * (c.width + 2 * c.vocab)
+    if c.markov_rank:
+        rank = c.markov_rank
+        mix = {"vanilla": 0, "gated": c.width + rank + 1, "rnn": 3 * (2 * rank + c.width + 1)}
+        count += rank * (c.vocab + c.num_draft_ids + mix[c.markov_kind])
+    if c.has_confidence:
+        count += c.width + 1 + (c.markov_rank if c.confidence_reads_markov else 0)
     return count
+
+
+def head_parameters(c: MtpConfig) -> int:
+    """Numbers in an MTP head's weights, and the second copy of its key and value rows."""
+    layer = c.layer
+    kv = 2 * layer.num_kv_heads * layer.head_dim
+    joined = 2 * layer.width * layer.width + 3 * layer.width
+    return joined + _layer(layer) + kv * (layer.width + layer.has_attention_bias)
 
 
 def _layer(c: TargetConfig | DraftConfig) -> int:

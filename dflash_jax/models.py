@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.config import RuleConfig, TargetConfig
 from dflash_jax.drafters import no_drafter, oracle_drafter, prompt_lookup_drafter
-from dflash_jax.params import DraftParams, Params, RuleParams, TargetParams
+from dflash_jax.mtp_config import DrafterConfig
+from dflash_jax.params import DrafterParams, Params, TargetParams
 from dflash_jax.prompts import Request, UsageError
 from dflash_jax.reports.progress import bar
 from dflash_jax.tokenizer import Tokenizer, eos_ids
@@ -35,7 +36,7 @@ class DrafterChoice:
     num_drafts: int | None
     accepts: int | None = None
 
-    def load(self, target: TargetParams | None) -> DraftParams | RuleParams | None:
+    def load(self, target: TargetParams | None) -> DrafterParams | None:
         """The drafter's params; None for an oracle, which must know the text first."""
         if self.accepts is not None:
             return None
@@ -45,7 +46,7 @@ class DrafterChoice:
             return prompt_lookup_drafter(num_drafts=self.most)
         return load_drafter(self._path, target)
 
-    def config(self, target: TargetConfig) -> DraftConfig | RuleConfig:
+    def config(self, target: TargetConfig) -> DrafterConfig:
         """The drafter's config, without its weights."""
         if self.name in ("none", "prompt_lookup") or self.accepts is not None:
             params = self.load(None)
@@ -89,14 +90,14 @@ class Models:
     """What a decode works with."""
 
     target: TargetParams
-    draft: DraftParams | RuleParams | None  # None: an oracle, made once the text is known
+    draft: DrafterParams | None  # None: an oracle, made once the text is known
     choice: DrafterChoice
     tokenizer: Tokenizer | None
     stop_ids: tuple[int, ...]
     mode: str  # "chat", "raw" or "ids"
 
     @property
-    def draft_config(self) -> DraftConfig | RuleConfig:
+    def draft_config(self) -> DrafterConfig:
         return self.choice.config(self.target.config) if self.draft is None else self.draft.config
 
     def pair(self) -> Params:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.mtp_config import MtpConfig
 
 
 class Misfit(NamedTuple):
@@ -14,7 +15,7 @@ class Misfit(NamedTuple):
     mend: str
 
 
-def misfits(target: TargetConfig, draft: DraftConfig) -> Iterator[Misfit]:
+def misfits(target: TargetConfig, draft: DraftConfig | MtpConfig) -> Iterator[Misfit]:
     """Every reason, from configs alone (spec/checkpoints.md §6); a fitting pair has none.
 
     A tap on the target's last layer is none: it reads the residual stream before the final norm.
@@ -24,6 +25,13 @@ def misfits(target: TargetConfig, draft: DraftConfig) -> Iterator[Misfit]:
         return f"{name} is {of_draft} for the drafter and {of_target} for the target"
 
     other = "take the drafter that was made for this target"
+    if isinstance(draft, MtpConfig):
+        head = draft.layer
+        if head.width != target.width:
+            yield Misfit("width", unequal("hidden_size", head.width, target.width), other)
+        if head.vocab != target.vocab:
+            yield Misfit("vocabulary", unequal("vocab_size", head.vocab, target.vocab), other)
+        return
     if draft.width != target.width:
         yield Misfit("width", unequal("hidden_size", draft.width, target.width), other)
     if draft.vocab < target.vocab or (draft.vocab > target.vocab and not draft.has_embed):
@@ -43,7 +51,10 @@ def misfits(target: TargetConfig, draft: DraftConfig) -> Iterator[Misfit]:
 
 
 def check_pair(
-    target: TargetConfig, draft: DraftConfig, *, who: str = "drafter and target do not fit"
+    target: TargetConfig,
+    draft: DraftConfig | MtpConfig,
+    *,
+    who: str = "drafter and target do not fit",
 ) -> None:
     """Raise ValueError with the first reason why a drafter does not fit a target."""
     for misfit in misfits(target, draft):

@@ -12,6 +12,7 @@ import jax
 from flax import struct
 
 from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.mtp_config import MtpConfig
 
 # jax.Array | None. Which heads a model has is settled by its config, where the type cannot see it.
 MaybeArray = Any
@@ -138,6 +139,23 @@ class DraftParams(struct.PyTreeNode):
     d2t: MaybeArray = None  # i32[Vd] target id of each id of the head; None: they are the same
 
 
+class MtpParams(struct.PyTreeNode):
+    """A multi-token-prediction head; embedding and head are the target's.
+
+    Norms of a `1 + w` family hold the sum, as in `LayerParams`. `kv` repeats the key and value rows
+    of the layer's `qkv`: committed rows need no others.
+    """
+
+    fc: jax.Array  # [E, 2E]: columns of the embedding, then of the hidden row
+    embed_norm: jax.Array  # [E]
+    hidden_norm: jax.Array  # [E]
+    layer: LayerParams
+    kv: jax.Array  # [2 * K * D, E]
+    kv_bias: MaybeArray  # [2 * K * D]
+    norm: jax.Array  # [E]
+    config: MtpConfig = struct.field(pytree_node=False)
+
+
 class RuleParams(struct.PyTreeNode):
     """A drafter that follows a rule: none, prompt lookup, or an oracle.
 
@@ -152,11 +170,14 @@ class RuleParams(struct.PyTreeNode):
     config: RuleConfig = struct.field(pytree_node=False)
 
 
+DrafterParams = DraftParams | MtpParams | RuleParams  # of any drafter there is
+
+
 class Params(struct.PyTreeNode):
     """A pair: the target that must be matched and the drafter that guesses."""
 
     target: TargetParams
-    draft: DraftParams | RuleParams
+    draft: DrafterParams
 
     @property
     def taps(self) -> tuple[int, ...]:

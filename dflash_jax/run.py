@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import loop
-from dflash_jax.config import DraftConfig, RuleConfig
 from dflash_jax.fixed import Fixed
 from dflash_jax.job import Job, Tracked, chunks
+from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.pages import PageAllocator, block_table, pages_for
 from dflash_jax.scratch import DflashScratch, init_scratch
 from dflash_jax.state import MAX_STOP_IDS, Buffers, DecodeState, Status, init_buffers, init_state
@@ -54,7 +54,7 @@ def fresh_carriers(job: Job) -> Carriers:
 
 
 @partial(jax.jit, static_argnames=("draft", "fixed"))
-def _init_carriers(*, draft: DraftConfig | RuleConfig, fixed: Fixed) -> Carriers:
+def _init_carriers(*, draft: DrafterConfig, fixed: Fixed) -> Carriers:
     """All of them by one program: filling a hundred arrays one by one costs a second."""
     return init_state(fixed), init_buffers(fixed), init_scratch(draft, fixed=fixed)
 

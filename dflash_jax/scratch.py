@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax.config import DraftConfig, RuleConfig
+from dflash_jax.config import DraftConfig
 from dflash_jax.fixed import ArraySpec, Fixed
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig
 from dflash_jax.params import MaybeArray
 
 SELECTOR_CANDIDATES = 16  # width of sel_*; a smaller selector_top_k masks the rest
@@ -64,7 +65,7 @@ class DflashScratch(struct.PyTreeNode):
     sel_hproj: MaybeArray  # f32[J, rank] projected hidden rows
 
 
-def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
+def scratch_specs(draft: DrafterConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
     """Shape and dtype of each scratch field for a drafter; None where it has no such head."""
     rows = fixed.num_rows
     specs: dict[str, ArraySpec | None] = dict.fromkeys(DflashScratch.__dataclass_fields__)
@@ -75,8 +76,20 @@ def scratch_specs(draft: DraftConfig | RuleConfig, fixed: Fixed) -> dict[str, Ar
         draft_tokens_event=ArraySpec((), "uint32"),
         draft_tokens_dev=ArraySpec((rows,), "int32"),
     )
+    if isinstance(draft, MtpConfig):
+        return specs | _head_specs(draft, fixed)
     layers = draft.backbone
     return specs if layers is None else specs | _layer_specs(layers, fixed)
+
+
+def _head_specs(draft: MtpConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
+    """Fields that an MTP head fills, whose rows are drafts."""
+    rows = fixed.batch * fixed.num_drafts
+    return {
+        "norm_buf": ArraySpec((rows, draft.layer.width), fixed.hidden.dtype),
+        "position_ids": ArraySpec((rows,), "int32"),
+        "logits": ArraySpec((rows, draft.layer.vocab), "float32"),
+    }
 
 
 def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None]:
@@ -127,7 +140,7 @@ def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None
     return specs
 
 
-def init_scratch(draft: DraftConfig | RuleConfig, *, fixed: Fixed) -> DflashScratch:
+def init_scratch(draft: DrafterConfig, *, fixed: Fixed) -> DflashScratch:
     """Scratch of zeros for a drafter's config."""
     specs = scratch_specs(draft, fixed)
     arrays: dict[str, MaybeArray] = {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.draft_state import DraftBuffers, init_draft_buffers
 from dflash_jax.fixed import ArraySpec, Fixed
 from dflash_jax.gdn_state import GdnState, init_gdn_state
 from dflash_jax.metadata import AttnMetadata, init_metadata
@@ -66,6 +67,7 @@ class Buffers(struct.PyTreeNode):
     ffn_act_q8: jax.Array | None  # None: no quantised feed-forward
     k_pools: tuple[jax.Array, ...]  # [pages, K, page_size, D] each
     v_pools: tuple[jax.Array, ...]
+    draft: DraftBuffers | None = None  # None: no multi-token-prediction head
     gdn: GdnState | None = None  # at the slots of verify_wy_tables; None: no GDN layer
 
 
@@ -95,13 +97,8 @@ def init_buffers(fixed: Fixed) -> Buffers:
     """Buffers of zeros with an empty block table.
 
     Raises:
-      NotImplementedError: a bound multi-token-prediction head, whose cache has no place here yet.
       ValueError: target pools whose pages are not `cache_stride` elements apart.
     """
-    if fixed.draft is not None:
-        raise NotImplementedError(
-            "init_buffers: Fixed.draft is set, but only drafters without an MTP head are supported"
-        )
     pool = fixed.k_pools[0].shape
     if math.prod(pool[1:]) != fixed.cache_stride:
         raise ValueError(
@@ -126,6 +123,7 @@ def init_buffers(fixed: Fixed) -> Buffers:
         ffn_act_q8=optional(fixed.ffn_act_q8),
         k_pools=tuple(map(zeros, fixed.k_pools)),
         v_pools=tuple(map(zeros, fixed.v_pools)),
+        draft=None if fixed.draft is None else init_draft_buffers(fixed.draft),
         gdn=init_gdn_state(fixed.verify_wy_tables),
     )
 

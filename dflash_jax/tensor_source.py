@@ -109,6 +109,17 @@ class TensorSource:
         raise ValueError(f"{self.path}: tensor {name!r} is int8 and has no {name + '.scale'!r}")
 
 
+def full_dtype(path: Path, array: np.ndarray, hf: Mapping[str, Any]) -> np.dtype:
+    """dtype of a file's weights; of int8 ones what its config.json says they were made from."""
+    if array.dtype != np.int8:
+        return array.dtype
+    name = hf.get("dtype") or "bfloat16"
+    wanted = [str(dtype) for dtype in _FLOATS]
+    if name not in wanted:
+        raise ValueError(f"{path}: dtype is {name!r}, wanted one of {', '.join(sorted(wanted))}")
+    return jnp.dtype(name)
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two arrays are equal in shape, dtype and every bit."""
     a, b = np.asarray(a), np.asarray(b)

@@ -208,7 +208,7 @@ def weight_bytes(params: Params) -> int:
     draft = draft.inner if isinstance(draft, RuleParams) else draft
     head = total(target.lm_head)
     size = total(target.layers) + head
-    if draft is not None:
+    if isinstance(draft, DraftParams):
         size += total((draft.fc, draft.fused_kv, draft.layers)) + head
         size += total(draft.selector.hidden_projection) if draft.selector else 0
     return size

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.config import RuleConfig
-from dflash_jax.drafters import backbone, dflash, dflash2, dspark, oracle, prompt_lookup
+from dflash_jax.drafters import backbone, dflash, dflash2, dspark, mtp, oracle, prompt_lookup
 from dflash_jax.drafters.oracle import oracle_drafter
 from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
-from dflash_jax.params import DraftParams, Params, RuleParams
+from dflash_jax.params import DrafterParams, Params, RuleParams
 
 __all__ = [
     "CommittedRows",
@@ -62,10 +62,11 @@ _BY_KIND = {
     "dflash": Drafter(dflash.propose, backbone.fuse_context),
     "dflash2": Drafter(dflash2.propose, backbone.fuse_context),
     "dspark": Drafter(dspark.propose, backbone.fuse_context),
+    "mtp": Drafter(mtp.propose, mtp.advance),
 }
 
 
-def get(draft: DraftParams | RuleParams) -> Drafter:
+def get(draft: DrafterParams) -> Drafter:
     """The functions of a drafter; an oracle with an inner drafter runs that one first."""
     kind = draft.config.kind
     if kind not in _BY_KIND:

@@ -36,3 +36,4 @@ class CommittedRows(NamedTuple):
     hidden: jax.Array  # [T, E] after the target's final norm
     positions: jax.Array  # i32[T] absolute
     slots: jax.Array  # i32[T], -1 = not committed
+    sequences: jax.Array  # i32[T] index in the batch

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.export import drafter_tensors, write_drafter
-from dflash_jax.params import TargetParams
+from dflash_jax.params import DraftParams, TargetParams
 from dflash_jax.prompts import UsageError
 from dflash_jax.tokenizer import Tokenizer, eos_ids
 from dflash_jax.train import data, loop
@@ -301,5 +301,7 @@ def int8_rounded(
     out: Path, names: Sequence[str], target: TargetParams
 ) -> dict[str, dict[str, jax.Array]]:
     """The weights as a reader of the exported files gets them, in f32 like the trained ones."""
-    read = {name: drafter_tensors(load_drafter(out / name, target)) for name in names}
+    read = {
+        name: drafter_tensors(cast(DraftParams, load_drafter(out / name, target))) for name in names
+    }
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), read)
