@@ -27,9 +27,12 @@ from tests.reference.checkpoint import read_config, read_tensors
 from tests.reference.dense_target import DenseTarget
 from tests.reference.dflash import DFlash
 from tests.reference.dflash2 import DFlash2
+from tests.reference.dspark import DSpark
+from tests.reference.mtp import MtpHead
 
 FAMILIES = ("qwen3", "llama")
 DRAFTERS = ("dflash", "dflash2")
+KINDS = (*DRAFTERS, "dspark", "mtp")  # all that have weights
 WINDOW = 8
 ALPHABET = 4  # ids that random models emit: a random drafter then guesses one draft in a few
 ANY_ID = 307
@@ -46,7 +49,7 @@ class Pair(NamedTuple):
 
     params: Params
     target: DenseTarget
-    drafter: DFlash
+    drafter: DFlash | MtpHead
 
 
 # A sliding layer is causal in dflash's block, where the config says nothing, and not in dflash2's.
@@ -56,9 +59,13 @@ _DRAFT_LAYERS = {
     ("dflash2", "mixed"): _SLIDES,
     ("dflash", "one"): {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     ("dflash2", "one"): _SLIDES | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    ("dspark", "mixed"): _SLIDES | {"layer_types": ["full_attention", "sliding_attention"]},
+    ("dspark", "one"): {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    ("mtp", "one"): {},
 }
 
 
+_REFERENCES = {"dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark, "mtp": MtpHead}
 _SEEDS = {"qwen3": 3, "llama": 3}  # texts that vary, drafts that are right now and then
 
 
@@ -105,8 +112,7 @@ def pair(
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * gain
     head = jnp.asarray(tensors["lm_head.weight"], ours.embed.dtype)
     target = DenseTarget(configs[0], tensors)
-    reference = DFlash2 if kind == "dflash2" else DFlash
-    drafter = reference(configs[1], draft_tensors, target.embedding, target.head)
+    drafter = _REFERENCES[kind](configs[1], draft_tensors, target.embedding, target.head)
     return Pair(Params(ours.replace(head=head), draft), target, drafter)
 
 
@@ -371,7 +377,9 @@ def committed_kv(at: Carriers, row: int) -> list[np.ndarray]:
     page_size = buffers.k_pools[0].shape[2]
     positions = np.arange(int(state.seq_lens[row]))
     page = np.asarray(buffers.meta.block_table)[row, positions // page_size]
-    pools = [*buffers.k_pools, *buffers.v_pools]
+    own = [] if buffers.draft is None else [buffers.draft]
+    pools = [*buffers.k_pools, *(x.k_pool for x in own)]
+    pools += [*buffers.v_pools, *(x.v_pool for x in own)]
     return [np.asarray(pool)[page, :, positions % page_size] for pool in pools]
 
 
@@ -390,6 +398,9 @@ def poison_unused(at: Carriers) -> Carriers:
         return tuple(jnp.where(keep, pool, jnp.full_like(pool, jnp.nan)) for pool in pools)
 
     buffers = buffers.replace(k_pools=poisoned(buffers.k_pools), v_pools=poisoned(buffers.v_pools))
+    if buffers.draft is not None:
+        k_pool, v_pool = poisoned((buffers.draft.k_pool, buffers.draft.v_pool))
+        buffers = buffers.replace(draft=buffers.draft.replace(k_pool=k_pool, v_pool=v_pool))
     return state, buffers, scratch
 
 

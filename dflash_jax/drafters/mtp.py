@@ -107,9 +107,10 @@ def propose(
     args = scratch.option_b_indirect_args_dev
     for j in range(fixed.num_drafts):
         is_run = (j < num_rows - 1).astype(jnp.int32)
+        # The keys of the first row are those of a committed one, which are there already.
         own = own.replace(embed=embed(token, target.embed))
         hidden, args, own = _row(
-            head, hidden, start + j, is_run, buffers, own, fixed=fixed, impl=options.impl
+            head, hidden, start + j, is_run, buffers, own, j > 0, fixed=fixed, impl=options.impl
         )
         row = logits_of(hidden, target.lm_head, impl=options.impl)[:, : sizes.vocab]
         token, q = choose(row, draws and draws.row(j), vocab=target.config.real_vocab)
@@ -138,6 +139,7 @@ def _row(
     is_run: jax.Array,
     buffers: Buffers,
     own: DraftBuffers,
+    writes: bool,
     *,
     fixed: Fixed,
     impl: str,
@@ -146,10 +148,13 @@ def _row(
 
     Args:
       positions: i32[B]; is_run: i32[B], 0 for a sequence whose row does not count.
+      writes: whether the row's keys and values go to the pools.
     """
     config, sizes = head.config.layer, cast(DraftFixed, fixed.draft)
     rows = sizes.meta.rows // sizes.meta.sequences
     meta = rows_metadata(positions, is_run, buffers.meta.block_table, rows, sizes.block_size)
+    if not writes:
+        meta = meta.replace(slot_mapping=jnp.full_like(meta.slot_mapping, -1))
     args = indirect_args(positions, is_run)
     angles = rope_angles(meta.positions, config.rope, config.head_dim, fixed.capacity)
     x = join(head, own.embed, hidden, impl=impl)

@@ -17,6 +17,7 @@ import pytest
 
 import pallas_kernels as pk
 from dflash_jax import drafters, loop
+from dflash_jax.drafters.confidence import with_threshold
 from tests import kit
 
 pytestmark = [pytest.mark.usefixtures("strict_dtypes"), pytest.mark.slow]
@@ -71,7 +72,7 @@ def draft_of(drafter, *which):
         return first, {}
     if drafter == "prompt_lookup":
         return kit.lookup(first, first.draft.config.max_drafts), {"prefilled_by": first}
-    second = pair_of(*which, "dflash2")
+    second = pair_of(*which, drafter)
     for name in ("fc", "hidden_norm", "fused_kv"):  # hence the same context
         assert np.array_equal(getattr(first.draft, name), getattr(second.draft, name))
     return second, {"prefilled_by": first}
@@ -91,6 +92,26 @@ def test_speculative_tokens_and_logits_are_those_of_plain_decoding(
     assert all(set(counts) <= {1} for counts in want.committed)
     assert any(count > 1 for counts in got.committed for count in counts), "no draft was accepted"
     assert len(set(got.status)) == min(batch, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("drafter", "family"), [("dspark", "qwen3"), ("mtp", "llama")])
+def test_chained_drafters_obey_the_law_too(drafter, family, dtype):
+    """DSpark with its rows cut by confidence, and the head that drafts token by token."""
+    params, how = (
+        draft_of(drafter, family, dtype, 16)
+        if drafter == "dspark"
+        else (kit.pair(family, drafter, dtype=dtype, layers="one", block=4).params, {})
+    )
+    if drafter == "dspark":
+        params = params.replace(draft=with_threshold(params.draft, 0.6))
+    fixed = kit.sizes(params, 4, page_size=16)
+    requests = kit.ragged(4)
+    want = kit.plain(params, fixed, requests, **how)
+    got = kit.run(params, fixed, requests, **how)
+    assert not differences(got, want)
+    assert all(set(counts) <= {1} for counts in want.committed)
+    assert any(count > 1 for counts in got.committed for count in counts), "no draft was accepted"
 
 
 def oracle(params, fixed, tokens=None, poison=None):
@@ -117,7 +138,7 @@ def test_every_forced_acceptance_changes_no_token_and_no_logit(family, batch, pa
 
 def test_no_drafter_is_left_out():
     """Known fault D01: a kind that joins the registry joins the law."""
-    here = {*kit.DRAFTERS, "prompt_lookup", "oracle"}
+    here = {*kit.KINDS, "prompt_lookup", "oracle"}
     assert set(drafters._BY_KIND) == here | {"none"}  # without drafts there is nothing to compare
 
 
