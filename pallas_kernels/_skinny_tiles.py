@@ -8,10 +8,10 @@ they exclude the sum of its parts; XLA's include one small kernel that chains th
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MIN_BLOCK_R = 16  # rows of the smallest tensor-core tile
 _MAX_BLOCK_R = 64
 _PROGRAMS = 128  # about one for each multiprocessor of an H200
 _MAX_PROGRAMS = 400  # more parts than this many programs only add work to the sum
+_SHORT_SUM = 2048  # columns of `in` up to which a program adds all of them
 _SHARED_BYTES = 96 << 10  # of the pipeline's stages: what every GPU since Ampere has
 
 
@@ -59,14 +59,20 @@ TUNED: dict[tuple[int, int], Tuned] = {
 
 
 def tiles_for(inner: int, out: int) -> SkinnyMatmulConfig:
-    """The tiles of a weight `[out, inner]`: measured ones, else by a rule of its sizes."""
+    """The tiles of a weight `[out, inner]`: measured ones, else by a rule of its sizes.
+
+    The rule fills the device: a short sum by narrow tiles, since a second launch for its parts
+    would cost more than it gains, a long one by parts. Not measured.
+    """
     if (inner, out) in TUNED:
         return TUNED[inner, out].config
-    blocks = -(-out // 64)
-    split = 1
+    if inner <= _SHORT_SUM:
+        block_n = 64
+        while block_n > 16 and out < _PROGRAMS * block_n:
+            block_n //= 2
+        return SkinnyMatmulConfig(block_n=block_n)
+    blocks, split = -(-out // 64), 1
     while blocks * split < _PROGRAMS and 2 * blocks * split <= _MAX_PROGRAMS and split < 8:
-        if inner < 2 * split * 64 * 4:  # fewer than four steps a part: nothing to overlap
-            break
         split *= 2
     return SkinnyMatmulConfig(split_k=split)
 
@@ -77,11 +83,11 @@ def auto_takes_kernel(inner: int, out: int) -> bool:
 
 
 def rows_in_block(rows: int) -> int:
-    """Rows a program takes: a power of two from what a tensor core takes."""
-    return min(max(MIN_BLOCK_R, 1 << (rows - 1).bit_length()), _MAX_BLOCK_R)
+    """Rows a program takes, a power of two; Triton fills a tensor core's sixteen by itself."""
+    return min(1 << (rows - 1).bit_length(), _MAX_BLOCK_R)
 
 
-def stages_that_fit(config: SkinnyMatmulConfig, block_r: int, itemsize: int) -> int:
-    """Pipeline stages, fewer than asked where wide operands would fill the shared memory."""
-    a_stage = (block_r + config.block_n) * config.block_k * itemsize
+def stages_that_fit(config: SkinnyMatmulConfig, tile_rows: int, itemsize: int) -> int:
+    """Pipeline stages, fewer than asked where `tile_rows` of x and weights fill the memory."""
+    a_stage = tile_rows * config.block_k * itemsize
     return max(1, min(config.num_stages, _SHARED_BYTES // a_stage))

@@ -71,7 +71,7 @@ def product(x, w, *, out_dtype, block_r: int, config: SkinnyMatmulConfig) -> jax
         kernel=_product,
         grid=(rows // block_r, blocks, config.split_k),
         num_warps=config.num_warps,
-        num_stages=stages_that_fit(config, block_r, x.dtype.itemsize),
+        num_stages=stages_that_fit(config, block_r + config.block_n, x.dtype.itemsize),
         name="skinny_matmul_triton",
         inner=inner,
         out=out,

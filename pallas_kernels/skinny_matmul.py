@@ -8,11 +8,15 @@ output tiles leave most of a GPU idle, so the sum over `in` can be split over pr
 are written as f32 and added in order by one fusion, which also adds the residual. Tiles come from
 the table in `_skinny_tiles` and depend on shapes alone, so a row's bits do too.
 
+An RMSNorm before the product can be part of it: each program then reads its rows once more first,
+for their statistics, which spares a small model a launch a product.
+
 "auto" runs XLA's product unless that table says otherwise: today it never does, since XLA is as
 fast in the whole loop. impl="triton" (`skinny_matmul` alone) is the same tile loop through
 jax-triton, for the day that Pallas' Triton backend goes.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -21,7 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._launch import check_float, check_rank, check_shape, dispatch, dot_precision
+from pallas_kernels._launch import (
+    check_dtype,
+    check_float,
+    check_rank,
+    check_shape,
+    dispatch,
+    dot_precision,
+)
 from pallas_kernels._skinny_tiles import (
     SkinnyMatmulConfig,
     auto_takes_kernel,
@@ -31,102 +42,132 @@ from pallas_kernels._skinny_tiles import (
 )
 
 
-def _accumulate(x_ref, w_refs, accs, *, inner: int, config: SkinnyMatmulConfig, masks):
-    """Add this program's part of x @ w.T over `in` for each (weight, its rows).
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """What a kernel bakes in.
 
-    x_ref: [N, in]; w_refs: of (w_ref [out, in], rows i32[block_n] of it).
-    masks: (of columns, of weight rows), static: whether a tile can reach past the end.
+    past_inner, past_out: whether tiles reach past the columns of x, past the rows of the weight.
+    eps: of the norm before the product, None without one.
     """
-    block_r, block_k = accs[0].shape[0], config.block_k
-    steps = pl.cdiv(inner, block_k * config.split_k)
-    first = pl.program_id(0) * steps
-    rows = pl.program_id(2) * block_r + jnp.arange(block_r, dtype=jnp.int32)
-    past_columns, past_rows = masks
 
-    def load(ref, row, col, limit=None):
-        inside = None
-        if past_columns:
-            inside = jnp.broadcast_to(col[None, :] < inner, (row.size, col.size))
-        if limit is not None:
-            below = jnp.broadcast_to(row[:, None] < limit, (row.size, col.size))
-            inside = below if inside is None else inside & below
-        tile = ref.at[row[:, None], col[None, :]]
-        if inside is None:
-            return plgpu.load(tile)
-        return plgpu.load(tile, mask=inside, other=0)
+    config: SkinnyMatmulConfig
+    block_r: int
+    past_inner: bool
+    past_out: bool
+    eps: float | None
+
+
+def _load(ref, rows, cols, inside):
+    """A tile of a matrix, zero outside of `inside` (None: all of it is inside)."""
+    tile = ref.at[rows[:, None], cols[None, :]]
+    if inside is None:
+        return plgpu.load(tile)
+    return plgpu.load(tile, mask=jnp.broadcast_to(inside, (rows.size, cols.size)), other=0)
+
+
+def _tile_columns(step, t: _Tiling, inner: int):
+    """The columns of one step along `in`, and which of them exist if some may not."""
+    cols = step * t.config.block_k + jnp.arange(t.config.block_k, dtype=jnp.int32)
+    return cols, (cols < inner)[None, :] if t.past_inner else None
+
+
+def _row_scale(x_ref, rows, t: _Tiling):
+    """f32[block_r, 1]: one over the root mean square of each row."""
+    inner = x_ref.shape[1]
+
+    def step(i, total):
+        x = _load(x_ref, rows, *_tile_columns(i, t, inner)).astype(jnp.float32)
+        return total + jnp.sum(x * x, axis=1)
+
+    steps = pl.cdiv(inner, t.config.block_k)
+    total = lax.fori_loop(0, steps, step, jnp.zeros(rows.shape, jnp.float32))
+    return lax.rsqrt(total / inner + t.eps)[:, None]
+
+
+def _accumulate(x_ref, norm_ref, w_ref, starts, rows, t: _Tiling):
+    """f32[block_r, block_n] for each start: this program's part of x @ w[start:].T over `in`."""
+    inner, out = x_ref.shape[1], w_ref.shape[0]
+    steps = pl.cdiv(inner, t.config.block_k * t.config.split_k)
+    first = pl.program_id(0) * steps
+    offsets = jnp.arange(t.config.block_n, dtype=jnp.int32)
+    scale = None if norm_ref is None else _row_scale(x_ref, rows, t)
 
     def step(i, accs):
-        col = (first + i) * block_k + jnp.arange(block_k, dtype=jnp.int32)
-        x = load(x_ref, rows, col)  # [block_r, block_k]
+        cols, exist = _tile_columns(first + i, t, inner)
+        x = _load(x_ref, rows, cols, exist)  # [block_r, block_k]
+        if norm_ref is not None and scale is not None:
+            at = norm_ref.at[cols]
+            weight = plgpu.load(at) if exist is None else plgpu.load(at, mask=exist[0], other=0)
+            x = (x.astype(jnp.float32) * scale).astype(x.dtype) * weight[None, :]
         added = []
-        for acc, (w_ref, w_rows) in zip(accs, w_refs, strict=True):
-            w = load(w_ref, w_rows, col, w_ref.shape[0] if past_rows else None)
+        for acc, start in zip(accs, starts, strict=True):
+            w_rows = start + offsets
+            inside = exist
+            if t.past_out:
+                below = (w_rows < out)[:, None]
+                inside = below if exist is None else below & exist
+            w = _load(w_ref, w_rows, cols, inside)  # [block_n, block_k]
             precision = dot_precision(x.dtype)
             added.append(acc + plgpu.dot(x, w, trans_b=True, precision=precision))
         return tuple(added)
 
-    return lax.fori_loop(0, steps, step, accs)
+    zero = jnp.zeros((t.block_r, t.config.block_n), jnp.float32)
+    return lax.fori_loop(0, steps, step, (zero,) * len(starts))
+
+
+def _place(t: _Tiling):
+    """Rows and columns of the output that this program makes."""
+    rows = pl.program_id(2) * t.block_r + jnp.arange(t.block_r, dtype=jnp.int32)
+    first = pl.program_id(1) * t.config.block_n
+    return rows, first, first + jnp.arange(t.config.block_n, dtype=jnp.int32)
 
 
 def _matmul_kernel(
     x_ref,  # [N, in], N a multiple of block_r
     w_ref,  # [out, in]
-    *refs,  # residual [N, out] if there is one; y [N, out], or its parts [split_k, N, out]
-    block_r: int,
-    config: SkinnyMatmulConfig,
-    masks,
+    *refs,  # norm [in]; residual [N, out]; y [N, out], or its parts [split_k, N, out]
+    t: _Tiling,
+    has_residual: bool,
 ):
-    *residual_ref, y_ref = refs
-    rows = pl.program_id(2) * block_r + jnp.arange(block_r, dtype=jnp.int32)
-    cols = pl.program_id(1) * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
-    acc = jnp.zeros((block_r, config.block_n), jnp.float32)
-    (acc,) = _accumulate(
-        x_ref, [(w_ref, cols)], (acc,), inner=x_ref.shape[1], config=config, masks=masks
-    )
+    *extra, y_ref = refs
+    norm_ref = None if t.eps is None else extra[0]
+    rows, first, cols = _place(t)
+    (acc,) = _accumulate(x_ref, norm_ref, w_ref, (first,), rows, t)
     at = rows[:, None], cols[None, :]
-    if config.split_k > 1:
+    if t.config.split_k > 1:
         plgpu.store(y_ref.at[(pl.program_id(0), *at)], acc)
         return
     y = acc.astype(y_ref.dtype)
-    if residual_ref:
-        y = y + plgpu.load(residual_ref[0].at[at])
+    if has_residual:
+        y = y + plgpu.load(extra[-1].at[at])
     plgpu.store(y_ref.at[at], y)
 
 
 def _swiglu_kernel(
     x_ref,  # [N, in], N a multiple of block_r
     w_ref,  # [2 * F, in]: gate's rows, then up's
-    y_ref,  # [N, F], F rounded up to block_n
-    *,
-    ffn: int,
-    block_r: int,
-    config: SkinnyMatmulConfig,
-    masks,
+    *refs,  # norm [in]; y [N, F], F rounded up to block_n
+    t: _Tiling,
 ):
-    rows = pl.program_id(2) * block_r + jnp.arange(block_r, dtype=jnp.int32)
-    cols = pl.program_id(1) * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
-    zero = jnp.zeros((block_r, config.block_n), jnp.float32)
-    both = [(w_ref, cols), (w_ref, ffn + cols)]
-    gate, up = _accumulate(
-        x_ref, both, (zero, zero), inner=x_ref.shape[1], config=config, masks=masks
-    )
+    *extra, y_ref = refs
+    rows, first, cols = _place(t)
+    starts = (first, w_ref.shape[0] // 2 + first)
+    gate, up = _accumulate(x_ref, extra[0] if extra else None, w_ref, starts, rows, t)
     dtype = y_ref.dtype
     gate = gate.astype(dtype).astype(jnp.float32)
     inner = (gate * jax.nn.sigmoid(gate)).astype(dtype) * up.astype(dtype)
     plgpu.store(y_ref.at[rows[:, None], cols[None, :]], inner)
 
 
-def _launch(kernel, name: str, x, w, extra, out, *, block_n, config, block_r, interpret):
+def _launch(kernel, name: str, x, w, extra, out, t: _Tiling, num_weights: int, interpret: bool):
     """Run one of the two kernels; `out` is the result's ShapeDtypeStruct."""
-    grid = (config.split_k, out.shape[-1] // block_n, x.shape[0] // block_r)
+    weight_rows = num_weights * t.config.block_n
+    stages = stages_that_fit(t.config, t.block_r + weight_rows, x.dtype.itemsize)
     return pl.pallas_call(
-        partial(kernel, block_r=block_r, config=config),
-        grid=grid,
+        partial(kernel, t=t),
+        grid=(t.config.split_k, out.shape[-1] // t.config.block_n, x.shape[0] // t.block_r),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=config.num_warps,
-            num_stages=stages_that_fit(config, block_r, x.dtype.itemsize),
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=t.config.num_warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )(x, w, *extra)
@@ -138,37 +179,76 @@ def _pad(x, rows: int, columns: int):
     return jnp.pad(x, [(0, count) for count in missing]) if any(missing) else x
 
 
-@partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
-def skinny_matmul_pallas(x, w, residual, *, out_dtype, config, interpret: bool) -> jax.Array:
+@partial(jax.jit, static_argnames=("eps", "out_dtype", "config", "interpret"))
+def skinny_matmul_pallas(
+    x, w, norm, residual, *, eps: float, out_dtype, config, interpret: bool
+) -> jax.Array:
     """`skinny_matmul` by the kernel."""
     n, inner = x.shape
     out = w.shape[0]
     block_r = rows_in_block(n)
     rows = -(-n // block_r) * block_r
     columns = -(-out // config.block_n) * config.block_n
-    masks = (bool(inner % (config.block_k * config.split_k)), columns != out)
     is_split = config.split_k > 1
-    extra = [] if residual is None or is_split else [_pad(residual, rows, columns)]
+    fuses_residual = residual is not None and not is_split
+    extra = [] if norm is None else [norm]
+    extra += [_pad(residual, rows, columns)] if fuses_residual else []
     shape = (config.split_k, rows, columns) if is_split else (rows, columns)
+    t = _Tiling(
+        config,
+        block_r,
+        past_inner=inner % (config.block_k * config.split_k) != 0,
+        past_out=columns != out,
+        eps=None if norm is None else eps,
+    )
     y = _launch(
-        partial(_matmul_kernel, masks=masks),
+        partial(_matmul_kernel, has_residual=fuses_residual),
         "skinny_matmul",
         _pad(x, rows, inner),
         w,
         extra,
         jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else out_dtype),
-        block_n=config.block_n,
-        config=config,
-        block_r=block_r,
-        interpret=interpret,
+        t,
+        1,
+        interpret,
     )
-    if is_split:
-        y = _sum_in_order(y, out_dtype)
-        y = y if residual is None else y[:n, :out] + residual
-    return y[:n, :out]
+    y = (_sum_in_order(y, out_dtype) if is_split else y)[:n, :out]
+    return y if residual is None or fuses_residual else y + residual
 
 
-def _by_triton(op: str, x, w, residual, *, out_dtype, config) -> jax.Array:
+@partial(jax.jit, static_argnames=("eps", "config", "interpret"))
+def skinny_matmul_swiglu_pallas(
+    x, w_gate_up, norm, *, eps: float, config, interpret: bool
+) -> jax.Array:
+    """`skinny_matmul_swiglu` by the kernel: gate and up share a program, nothing is split."""
+    n, inner = x.shape
+    ffn = w_gate_up.shape[0] // 2
+    # Half of each, so that a step reads as many bytes as a product's.
+    halves = replace(config, block_n=max(16, config.block_n // 2), split_k=1)
+    block_r = rows_in_block(n)
+    rows, columns = -(-n // block_r) * block_r, -(-ffn // halves.block_n) * halves.block_n
+    t = _Tiling(
+        halves,
+        block_r,
+        past_inner=inner % config.block_k != 0,
+        past_out=columns != ffn,
+        eps=None if norm is None else eps,
+    )
+    y = _launch(
+        _swiglu_kernel,
+        "skinny_matmul_swiglu",
+        _pad(x, rows, inner),
+        w_gate_up,
+        [] if norm is None else [norm],
+        jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        t,
+        2,
+        interpret,
+    )
+    return y[:n, :ffn]
+
+
+def _by_triton(op: str, x, w, norm, residual, *, eps: float, out_dtype, config) -> jax.Array:
     """`skinny_matmul` by jax-triton, or the sentence that says what it needs."""
     try:
         from pallas_kernels._skinny_triton import product
@@ -179,7 +259,8 @@ def _by_triton(op: str, x, w, residual, *, out_dtype, config) -> jax.Array:
         ) from error
     n, out = x.shape[0], w.shape[0]
     block_r = rows_in_block(n)
-    x = _pad(jnp.asarray(x), -(-n // block_r) * block_r, x.shape[1])
+    x = jnp.asarray(x) if norm is None else _rms_norm(jnp.asarray(x), jnp.asarray(norm), eps)
+    x = _pad(x, -(-n // block_r) * block_r, x.shape[1])
     part_dtype = jnp.float32 if config.split_k > 1 else out_dtype
     parts = product(x, jnp.asarray(w), out_dtype=part_dtype, block_r=block_r, config=config)
     y = _sum_in_order(parts, out_dtype)[:n, :out]
@@ -194,41 +275,18 @@ def _sum_in_order(parts, dtype) -> jax.Array:
     return total.astype(dtype)
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
-def skinny_matmul_swiglu_pallas(x, w_gate_up, *, config, interpret: bool) -> jax.Array:
-    """`skinny_matmul_swiglu` by the kernel: gate and up share a program, nothing is split."""
-    n, inner = x.shape
-    ffn = w_gate_up.shape[0] // 2
-    block_n = max(16, config.block_n // 2)  # of each half, so that a step reads as many bytes
-    halves = SkinnyMatmulConfig(block_n, config.block_k, 1, config.num_warps, config.num_stages)
-    block_r = rows_in_block(n)
-    rows, columns = -(-n // block_r) * block_r, -(-ffn // block_n) * block_n
-    masks = (bool(inner % config.block_k), columns != ffn)
-    y = _launch(
-        partial(_swiglu_kernel, ffn=ffn, masks=masks),
-        "skinny_matmul_swiglu",
-        _pad(x, rows, inner),
-        w_gate_up,
-        [],
-        jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        block_n=block_n,
-        config=halves,
-        block_r=block_r,
-        interpret=interpret,
-    )
-    return y[:n, :ffn]
-
-
 def skinny_matmul(
     x,
     w,
     *,
+    norm=None,
+    eps: float = 1e-6,
     residual=None,
     out_dtype=None,
     impl: str = "auto",
     config: SkinnyMatmulConfig | None = None,
 ) -> jax.Array:
-    """Multiply rows with a weight, optionally adding a residual.
+    """Multiply rows with a weight, optionally normalising them before and adding a residual after.
 
     Without a residual the f32 sum is rounded once, to `out_dtype`. With one, the sum is rounded to
     the dtype of `x`, then the residual is added and the result rounded again.
@@ -236,6 +294,8 @@ def skinny_matmul(
     Args:
       x: bf16|f32[N, in] rows.
       w: [out, in] in the dtype of `x`.
+      norm: [in] in the dtype of `x`, weight of an RMSNorm of the rows before the product, or None.
+      eps: of that norm.
       residual: [N, out] in the dtype of `x`, or None.
       out_dtype: dtype of the result, by default that of `x`; only without a residual.
       impl: which implementation runs; "triton" needs the package jax-triton.
@@ -244,7 +304,7 @@ def skinny_matmul(
       [N, out] rows.
     """
     op = "skinny_matmul"
-    n, out = _check_operands(op, x, w, "w")
+    n, out = _check_operands(op, x, w, "w", norm)
     dtype = jnp.result_type(x)
     out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
     if residual is not None:
@@ -257,15 +317,22 @@ def skinny_matmul(
     inner = jnp.shape(w)[1]
     config = _check_config(op, config) or tiles_for(inner, out)
     if impl == "triton":
-        return _by_triton(op, x, w, residual, out_dtype=out_dtype, config=config)
+        return _by_triton(op, x, w, norm, residual, eps=eps, out_dtype=out_dtype, config=config)
     kernel = partial(skinny_matmul_pallas, config=config)
     if impl == "auto" and not auto_takes_kernel(inner, out):
         kernel = None
-    return dispatch(op, impl, kernel, skinny_matmul_xla, x, w, residual, out_dtype=out_dtype)
+    arrays = (x, w, norm, residual)
+    return dispatch(op, impl, kernel, skinny_matmul_xla, *arrays, eps=eps, out_dtype=out_dtype)
 
 
 def skinny_matmul_swiglu(
-    x, w_gate_up, *, impl: str = "auto", config: SkinnyMatmulConfig | None = None
+    x,
+    w_gate_up,
+    *,
+    norm=None,
+    eps: float = 1e-6,
+    impl: str = "auto",
+    config: SkinnyMatmulConfig | None = None,
 ) -> jax.Array:
     """Compute `silu(x @ gate.T) * (x @ up.T)` with the weights of both in one array.
 
@@ -275,13 +342,15 @@ def skinny_matmul_swiglu(
     Args:
       x: bf16|f32[N, in] rows.
       w_gate_up: [2*F, in] in the dtype of `x`: the gate's rows, then up's.
+      norm: [in] in the dtype of `x`, weight of an RMSNorm of the rows before the product, or None.
+      eps: of that norm.
       impl: which implementation runs.
       config: tiles of the kernel, by default the table's; `split_k` is not used.
     Returns:
       [N, F] rows in the dtype of `x`.
     """
     op = "skinny_matmul_swiglu"
-    out = _check_operands(op, x, w_gate_up, "w_gate_up")[1]
+    out = _check_operands(op, x, w_gate_up, "w_gate_up", norm)[1]
     if out % 2:
         raise ValueError(f"{op}: w_gate_up has {out} rows, wanted gate and up, so an even number")
     inner = jnp.shape(w_gate_up)[1]
@@ -289,20 +358,24 @@ def skinny_matmul_swiglu(
     kernel = partial(skinny_matmul_swiglu_pallas, config=config)
     if impl == "auto" and not auto_takes_kernel(inner, out):
         kernel = None
-    return dispatch(op, impl, kernel, skinny_matmul_swiglu_xla, x, w_gate_up)
+    return dispatch(op, impl, kernel, skinny_matmul_swiglu_xla, x, w_gate_up, norm, eps=eps)
 
 
-def skinny_matmul_xla(x, w, residual=None, out_dtype=None) -> jax.Array:
+def skinny_matmul_xla(
+    x, w, norm=None, residual=None, *, eps: float = 1e-6, out_dtype=None
+) -> jax.Array:
     """`skinny_matmul` as one dot."""
-    acc = _matmul(x, w)
+    acc = _matmul(x if norm is None else _rms_norm(x, norm, eps), w)
     if residual is None:
         return acc.astype(out_dtype or x.dtype)
     return acc.astype(x.dtype) + residual
 
 
-def skinny_matmul_swiglu_xla(x, w_gate_up) -> jax.Array:
+def skinny_matmul_swiglu_xla(x, w_gate_up, norm=None, *, eps: float = 1e-6) -> jax.Array:
     """`skinny_matmul_swiglu` as one dot and one elementwise fusion."""
-    gate_up = _matmul(x, w_gate_up).astype(x.dtype)  # [N, 2*F]
+    gate_up = _matmul(x if norm is None else _rms_norm(x, norm, eps), w_gate_up).astype(
+        x.dtype
+    )  # [N, 2*F]
     gate, up = jnp.split(gate_up, 2, axis=1)
     return jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up
 
@@ -318,8 +391,15 @@ def _matmul(x, w) -> jax.Array:
     )
 
 
-def _check_operands(op: str, x, w, name: str) -> tuple[int, int]:
-    """Check rows and weight against each other and return (N, out)."""
+def _rms_norm(x, weight, eps: float) -> jax.Array:
+    """RMSNorm with f32 statistics, rounded to the dtype of `x` before the weight as models do."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight[None]
+
+
+def _check_operands(op: str, x, w, name: str, norm) -> tuple[int, int]:
+    """Check rows, weight and norm against each other and return (N, out)."""
     n, width = check_rank(op, "x", x, "N in")
     out, _ = check_rank(op, name, w, "out in")
     check_shape(op, name, w, (out, width))
@@ -328,6 +408,9 @@ def _check_operands(op: str, x, w, name: str) -> tuple[int, int]:
         raise ValueError(
             f"{op}: {name} is {jnp.result_type(w).name}, wanted {jnp.result_type(x).name} as x"
         )
+    if norm is not None:
+        check_shape(op, "norm", norm, (width,))
+        check_dtype(op, "norm", norm, jnp.result_type(x))
     return n, out
 
 
