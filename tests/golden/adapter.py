@@ -16,6 +16,7 @@ from dflash_jax import drafters, loop, targets
 from dflash_jax.config import RuleConfig
 from dflash_jax.drafters import CommittedRows, backbone, confidence, dspark
 from dflash_jax.fixed import plan
+from dflash_jax.gdn_state import keep_rows
 from dflash_jax.layers import linear, logits_of
 from dflash_jax.metadata import indirect_args, rows_metadata, slots_at
 from dflash_jax.options import DecodeOptions
@@ -23,6 +24,7 @@ from dflash_jax.pages import block_table
 from dflash_jax.params import DraftParams, MarkovParams, Params, RuleParams
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import Status, init_buffers, init_state
+from dflash_jax.targets.gated_delta import causal_conv, chunked_delta_rule
 from dflash_jax.weights import load_drafter, load_target
 
 PAGE_SIZE = 8  # small, so that blocks and prompts straddle pages
@@ -84,6 +86,94 @@ def target_outputs(params, ids):
         [x.reshape(batch, rows, -1) for x in split],
         hidden.reshape(batch, rows, -1),
     )
+
+
+def kept_states(params, ids, prompt_len, counts):
+    """One step of rows over a prompt, of which every sequence keeps another number.
+
+    Args:
+      ids: [T] one text for all sequences.
+      prompt_len: tokens before the step.
+      counts: [B] rows that are kept, the most of them the rows of the step.
+    Returns:
+      logits [R, V] of the step's rows, and a list a Gated-DeltaNet layer of what the next step
+      starts from: state [B, Hv, Dk, Dv] and the rows in front of it [B, taps - 1, C].
+    """
+    batch, rows = len(counts), max(counts)
+    pair = params.replace(draft=RuleParams(None, None, None, RuleConfig("prompt_lookup", rows - 1)))
+    fixed = _plan(pair, capacity=prompt_len + 2 * rows, batch=batch)
+    buffers = _with_pages(init_buffers(fixed), fixed)
+    text = np.tile(ids.astype(np.int32), (batch, 1))
+    start = jnp.zeros((batch,), jnp.int32)
+    _, buffers = _rows(params.target, text[:, :prompt_len], start, buffers, fixed, is_prefill=True)
+    step = text[:, prompt_len : prompt_len + rows]
+    hidden, buffers = _rows(params.target, step, start + prompt_len, buffers, fixed)
+    kept, slots = jnp.asarray(counts, jnp.int32), buffers.verify_wy_tables
+    gdn = keep_rows(buffers.gdn, slots, jnp.full_like(kept, rows), kept)
+    buffers = buffers.replace(gdn=gdn)
+    _, buffers = _rows(params.target, step, start + prompt_len + kept, buffers, fixed)
+    taps = params.target.config.gdn.conv_taps - 1
+    states = [(_f32(x.state), _f32(x.conv[:, :taps])) for x in buffers.gdn.layers]
+    return _f32(logits_of(hidden[:rows], params.target.lm_head)), states
+
+
+@partial(jax.jit, static_argnames=("fixed", "is_prefill"))
+def _rows(target, tokens, start, buffers, fixed, *, is_prefill=False):
+    """Hidden rows of tokens[B, R] from positions start[B], and the buffers after them."""
+    count = jnp.full_like(start, tokens.shape[1])
+    table = buffers.meta.block_table
+    meta = rows_metadata(start, count, table, tokens.shape[1], fixed.page_size)
+    out = targets.forward(
+        target,
+        tokens.reshape(-1),
+        meta,
+        indirect_args(start, count),
+        buffers,
+        slots=buffers.verify_wy_tables,
+        is_prefill=is_prefill,
+    )
+    return out.hidden, out.buffers
+
+
+def delta_rule_rows(q, k, v, g, beta, state):
+    """The op over all T rows of one sequence: outputs [T, Hv, Dv], states after each row.
+
+    A sequence for every row, which keeps the rows up to it: that is how a state after it comes
+    about in a decode.
+    """
+    count = len(q)
+    rows = np.concatenate([x.reshape(1, count, -1) for x in (q, k, v)], axis=2)
+    past = np.tile(rows[:, :, k[0].size :], (count, 1, 1))
+    gates = [np.tile(x[None], (count, 1, 1)) for x in (g, beta)]
+    slots = np.arange(count, dtype=np.int32)
+    states = np.tile(state[None], (count, 1, 1, 1))
+    one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+    op = jax.jit(pk.gated_delta_rows, static_argnames="num_key_heads")
+    heads = {"num_key_heads": k.shape[1]}
+    in_front = states[:1], none, past[:1], gates[0][:1], gates[1][:1], none
+    out, _ = op(rows, g[None], beta[None], one * count, *in_front, **heads)
+    nothing = [np.zeros((count, 1, *x.shape[2:]), np.float32) for x in (rows, *gates)]
+    no_rows = np.zeros(count, np.int32)
+    _, after = op(*nothing, no_rows, states, slots, past, *gates, slots + 1, **heads)
+    return np.asarray(out[0]), np.asarray(after)
+
+
+def delta_rule_chunks(q, k, v, g, beta, state, normalise):
+    """The chunked form over all rows: outputs [T, Hv, Dv] and the state after the last."""
+    share = v.shape[1] // k.shape[1]
+    if normalise:
+        q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (np.repeat(x, share, axis=1) for x in (q * q.shape[-1] ** -0.5, k))
+    inputs = [np.float32(x)[None] for x in (q, k, v, g, beta, state)]
+    out, after = jax.jit(chunked_delta_rule)(*inputs, np.ones((1, len(q)), bool))
+    return np.asarray(out[0]), np.asarray(after[0])
+
+
+def convolved(rows, weight):
+    """The causal convolution of rows [T, C] by weight [C, taps], from zeros."""
+    taps = weight.shape[1]
+    window = np.concatenate([np.zeros((taps - 1, rows.shape[1]), rows.dtype), rows])
+    return np.asarray(jax.jit(causal_conv)(window[None], weight.T))[0]
 
 
 def draft_steps(params, ids, features, schedule):

@@ -18,6 +18,8 @@ from tests.golden.manifest import check_of, parametrize_cases
 SPEC_LOGITS_ATOL = 1e-4
 # Arrays that the manifest's "logits" tolerance covers; the others are "hidden".
 SCORES = ("logits", "unary", "walk_scores", "markov_bias")
+# The golden README's floor for single functions.
+MODULE_ATOL = 1e-6
 # Nor do selector scores: ten times the 8e-7 by which the recorded f32 scores miss f64.
 SELECTOR_ATOL = 1e-5
 
@@ -54,6 +56,55 @@ def check_target(case, arrays):
         x = x[: len(ids), : ids.shape[1]]
         close(case, name, x, arrays[name], arrays.get(f64.get(name, f"{name}_f64ref")))
     check_greedy(case, params, arrays, logits[-1])
+    if any(name.startswith("gdn.") for name in arrays):
+        check_row_states(case, params, arrays)
+
+
+def check_row_states(case, params, arrays):
+    """What each layer holds after any number of a step's rows is what those tokens leave."""
+    start = int(arrays["stepwise.prefill_len"][0])
+    after = sorted({int(n.rsplit("after", 1)[1]) for n in arrays if n.startswith("gdn.")})
+    ids, counts = arrays["input_ids"][0], [n - start for n in after]
+    logits, states = adapter.kept_states(params, ids, start, counts)
+    want = arrays["stepwise.logits"][0, start : start + len(logits)]
+    close(case, "stepwise.logits", logits, want)
+    for name in (n for n in arrays if n.startswith("gdn.")):
+        _, layer, what, end = name.split(".")
+        state, in_front = states[int(layer.removeprefix("layer"))]
+        b = after.index(int(end.removeprefix("after")))
+        if what == "recurrent":
+            within(name, state[b], arrays[name][0], case.atol("hidden"))
+        else:  # the recorded window holds one row more
+            want = arrays[name][0, :, -in_front.shape[1] :].T
+            within(name, in_front[b], want, case.atol("hidden"))
+
+
+def check_gdn(case, arrays):
+    """The op with the state after every row, the chunked form, and the convolution."""
+    for group, errors in case.meta["error_vs_f64"].items():
+        prefix = f"{group}."
+        own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+        for b in range(len(own.get("q", ()))):
+            check_delta_rule(group, own, b, errors)
+    for rows, want in zip(arrays["conv.x"], arrays["conv.out"], strict=True):
+        within("conv.out", adapter.convolved(rows.T, arrays["conv.weight"]).T, want, MODULE_ATOL)
+
+
+def check_delta_rule(group, arrays, b, errors):
+    rows = [arrays[name][b] for name in ("q", "k", "v", "g", "beta")]
+    state = np.zeros(arrays["final_state_chunk"].shape[1:], np.float32)
+    state = arrays["initial_state"][b] if "initial_state" in arrays else state
+    normalise = bool(arrays["use_qk_l2norm"][0])
+    atol = max(10 * errors["recurrent"], MODULE_ATOL)
+    state_atol = max(10 * errors["state_recurrent"], MODULE_ATOL)
+    if normalise:  # the op always brings keys to length one, as every model does
+        out, after = adapter.delta_rule_rows(*rows, state)
+        within(f"{group} rows", out, arrays["out_recurrent"][b], atol)
+        within(f"{group} states", after, arrays["state_after_each_token"][b], state_atol)
+    out, last = adapter.delta_rule_chunks(*rows, state, normalise)
+    within(f"{group} chunks", out, arrays["out_chunk"][b], max(10 * errors["chunk"], MODULE_ATOL))
+    state_atol = max(10 * errors["state_chunk"], MODULE_ATOL)
+    within(f"{group} last state", last, arrays["final_state_chunk"][b], state_atol)
 
 
 def check_greedy(case, params, arrays, forced_logits):
@@ -237,6 +288,7 @@ def same_ids(case, name, got, want, margin):
 CHECKS = {
     "target": check_target,
     "target_trained": check_target_trained,
+    "gdn": check_gdn,
     "dflash_forward": check_forward,
     "dflash2_forward": check_forward,
     "dflash2_modules": check_modules,
