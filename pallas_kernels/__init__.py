@@ -8,25 +8,25 @@ from pallas_kernels._launch import IMPLS, MASK_VALUE, check_impl
 from pallas_kernels._skinny_tiles import SkinnyMatmulConfig
 from pallas_kernels.dynamic_conv import dynamic_conv, dynamic_conv_xla
 from pallas_kernels.gated_delta_rows import gated_delta_rows, gated_delta_rows_xla
+from pallas_kernels.greedy_rows import GreedyRows, argmax_rows, greedy_rows, greedy_rows_xla
 from pallas_kernels.paged_attention import paged_attention, paged_attention_xla
 from pallas_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_xla
+from pallas_kernels.selector_walk import (
+    selector_walk,
+    selector_walk_sampled,
+    selector_walk_xla,
+)
 from pallas_kernels.skinny_matmul import (
     skinny_matmul,
     skinny_matmul_swiglu,
     skinny_matmul_swiglu_xla,
     skinny_matmul_xla,
 )
-from pallas_kernels.top16_selector import (
-    CANDIDATES,
-    argmax_rows,
-    selector_walk,
-    selector_walk_xla,
-    top16,
-    top16_xla,
-)
+from pallas_kernels.top16_selector import CANDIDATES, top16, top16_xla
 
 __all__ = [
     "CANDIDATES",
+    "GreedyRows",
     "IMPLS",
     "MASK_VALUE",
     "SkinnyMatmulConfig",
@@ -36,11 +36,14 @@ __all__ = [
     "dynamic_conv_xla",
     "gated_delta_rows",
     "gated_delta_rows_xla",
+    "greedy_rows",
+    "greedy_rows_xla",
     "paged_attention",
     "paged_attention_xla",
     "reshape_and_cache",
     "reshape_and_cache_xla",
     "selector_walk",
+    "selector_walk_sampled",
     "selector_walk_xla",
     "skinny_matmul",
     "skinny_matmul_swiglu",
