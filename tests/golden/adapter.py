@@ -13,8 +13,10 @@ import numpy as np
 
 import pallas_kernels as pk
 from dflash_jax import drafters, loop, targets
+from dflash_jax.acceptance import Noise, accept_drawn
 from dflash_jax.config import RuleConfig
 from dflash_jax.drafters import CommittedRows, backbone, confidence, dspark
+from dflash_jax.drafters.proposal import SparseQ
 from dflash_jax.fixed import plan
 from dflash_jax.gdn_state import keep_rows
 from dflash_jax.layers import linear, logits_of
@@ -22,10 +24,12 @@ from dflash_jax.metadata import indirect_args, rows_metadata, slots_at
 from dflash_jax.options import DecodeOptions
 from dflash_jax.pages import block_table
 from dflash_jax.params import DraftParams, MarkovParams, Params, RuleParams
+from dflash_jax.sampling import Purpose, SamplingOptions, mode_of, sampling_state
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import Status, init_buffers, init_state
 from dflash_jax.targets.gated_delta import causal_conv, chunked_delta_rule
 from dflash_jax.weights import load_drafter, load_target
+from tests.golden.nth_element import unsorted_top_k
 
 PAGE_SIZE = 8  # small, so that blocks and prompts straddle pages
 PREFILL_CHUNK = 16  # smaller than some prompts
@@ -216,7 +220,9 @@ def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed)
     drafter, layer = drafters.get(draft), backbone.layer
     nothing = jnp.zeros_like(positions)  # context is made of features alone
     hidden = jnp.zeros((features.shape[0], 0), features.dtype)
-    committed = CommittedRows(nothing, nothing, features, hidden, positions, slots)
+    committed = CommittedRows(
+        nothing, nothing, features, hidden, positions, slots, jnp.zeros_like(slots)
+    )
     buffers, scratch = drafter.advance(params, committed, buffers, scratch, fixed=fixed)
 
     def recording(params_i, k_pool, v_pool, scratch_i, **kwargs):
@@ -372,6 +378,97 @@ def with_threshold(params, threshold):
     return params.replace(draft=confidence.with_threshold(params.draft, threshold))
 
 
+def accept(p, q, drafts, uniforms, next_uniform):
+    """Blocks p [N, R, V], q [N, R-1, V] or (ids, probabilities) -> num_accepted [N], tokens [N]."""
+    own = SparseQ(np.int32(q[0]), np.float32(q[1])) if isinstance(q, tuple) else np.float32(q)
+    rows = np.full(len(p), p.shape[1], np.int32)
+    every = np.repeat(np.float32(next_uniform)[:, None], p.shape[1], axis=1)
+    noise = Noise(np.float32(uniforms), every, every)
+    count, tokens = _accept(np.float32(p), own, np.int32(drafts), rows, noise)
+    return np.asarray(count), np.asarray(tokens)[np.arange(len(p)), count]
+
+
+_accept = jax.jit(accept_drawn)
+
+
+def sampled_generate(params, run, *, temperature, top_p, top_k):
+    """Decode a recorded run whose random calls took `uniforms` one after another.
+
+    The noise of a step is handed in where the library makes its own, and DFlash2's candidates come
+    in the recorded order. DFlash draws its drafts, as it did in the recorded run.
+
+    Returns:
+      new tokens, how many each step gave, and the first three steps' (p, q, drafts, accepted).
+    """
+    # Every run has all filters, those without one the widest, so that they share executables.
+    top_k = int(top_k) or params.target.config.vocab
+    request = SamplingOptions(temperature=temperature, top_p=top_p, top_k=top_k, seed=0)
+    mode = mode_of([request], samples_drafts=True)
+    options = DecodeOptions(sampling=mode)
+    prompt, uniforms = run["prompt"][0], iter(run["uniforms"])
+    # The recorded DSpark loop drafts full blocks to the end, so the budget here is never near.
+    is_spark = params.draft.config.kind == "dspark"
+    wanted = run["output_ids"].size - len(prompt)
+    budget = wanted + (params.draft.config.max_drafts + 2 if is_spark else 0)
+    fixed = _plan(params, capacity=len(prompt) + budget + 8)
+    first = np.float32(next(uniforms))
+    state = _fresh_state(budget, (), None, fixed).replace(
+        sampling=sampling_state(mode, [request], batch=1, vocab=fixed.logits.shape[1])
+    )
+    with mock.patch(
+        "dflash_jax.distribution.uniforms", lambda keys, at, _: jnp.full(at.shape, first)
+    ):
+        carriers = _prefill(params, prompt, state, fixed, options)
+    counts, records = [], []
+    while _only(carriers[0].status) == Status.ACTIVE and sum(counts) + 1 < wanted:
+        rows = _only(loop.rows_to_run(carriers[0], fixed))
+        noise = {purpose: np.zeros((1, fixed.verify_rows), np.float32) for purpose in Purpose}
+        for purpose in (Purpose.DRAFT, Purpose.ACCEPT):
+            noise[purpose][0, : rows - 1] = [next(uniforms) for _ in range(rows - 1)]
+        noise[Purpose.RESIDUAL][:] = noise[Purpose.TARGET][:] = next(uniforms)
+        out, p, *carriers = _noisy_step(params, noise, *carriers, fixed=fixed, options=options)
+        counts.append(_only(out.verification.num_committed))
+        records.append((np.asarray(p), jax.device_get(out)))
+    tokens = np.asarray(carriers[0].tokens)[0, : len(prompt) + wanted]
+    return tokens, counts, records
+
+
+@partial(jax.jit, static_argnames=("fixed", "options"))
+def _noisy_step(params, noise, state, buffers, scratch, *, fixed, options):
+    """A step of `loop` with its noise given, and the target's distributions of its rows."""
+    seen = []
+
+    def given(keys, positions, purpose):
+        del keys
+        return noise[purpose][:, : positions.shape[1]]
+
+    def recorded(p, *args):
+        seen.append(p)
+        return accept_drawn(p, *args)
+
+    top16 = pk.top16
+
+    def in_recorded_order(logits, *, k, **how):
+        values, ids = top16(logits, k=k, **how)
+        wanted = jax.ShapeDtypeStruct((logits.shape[0], k), jnp.int32)
+        order = jax.pure_callback(partial(_recorded_order, k=k), wanted, logits)
+        values = values.at[:, :k].set(jnp.take_along_axis(logits, order, axis=1))
+        return values, ids.at[:, :k].set(order)
+
+    with (
+        mock.patch("dflash_jax.sampling.uniforms", given),
+        mock.patch("dflash_jax.verify.uniforms", given),
+        mock.patch("dflash_jax.verify.accept_drawn", recorded),
+        mock.patch.object(pk, "top16", in_recorded_order),
+    ):
+        out, *carriers = loop._step(params, state, buffers, scratch, fixed=fixed, options=options)
+    return out, seen[0], *carriers
+
+
+def _recorded_order(logits, *, k):
+    return np.array([unsorted_top_k(row, k) for row in np.asarray(logits)], np.int32)
+
+
 def spec_generate(params, prompt, max_new_tokens, stop_ids=(), *, capacity, keep=None):
     """Decode one prompt step by step, greedily.
 
@@ -383,7 +480,8 @@ def spec_generate(params, prompt, max_new_tokens, stop_ids=(), *, capacity, keep
       (prompt and new tokens, Status, StepRecord a step)
     """
     fixed = _plan(params, capacity=capacity)
-    carriers = _prefill(params, prompt, max_new_tokens, stop_ids, keep, fixed)
+    state = _fresh_state(max_new_tokens, stop_ids, keep, fixed)
+    carriers = _prefill(params, prompt, state, fixed)
     records = []
     while _only(carriers[0].status) == Status.ACTIVE:
         before = _only(carriers[0].seq_lens), _only(carriers[0].anchor)
@@ -394,17 +492,20 @@ def spec_generate(params, prompt, max_new_tokens, stop_ids=(), *, capacity, keep
     return np.asarray(state.tokens)[0, :length], Status(_only(state.status)), records
 
 
-def _prefill(params, prompt, max_new_tokens, stop_ids, keep, fixed):
-    """Carriers that hold the prompt and the first anchor."""
+def _fresh_state(max_new_tokens, stop_ids, keep, fixed):
     state = init_state(fixed)
     stops = np.full(state.stop_ids.shape, -1, np.int32)
     stops[0, : len(stop_ids)] = stop_ids
-    state = state.replace(
+    return state.replace(
         remaining=jnp.array([max_new_tokens], jnp.int32),
         max_lens=jnp.array([fixed.capacity], jnp.int32),
         stop_ids=jnp.asarray(stops),
         keep=state.keep if keep is None else jnp.array([keep], jnp.int32),
     )
+
+
+def _prefill(params, prompt, state, fixed, options=DecodeOptions()):  # noqa: B008 (frozen)
+    """Carriers that hold the prompt and the first anchor."""
     buffers = _with_pages(init_buffers(fixed), fixed)
     carriers = [state, buffers, init_scratch(params.draft.config, fixed=fixed)]
     for at in range(0, len(prompt), PREFILL_CHUNK):
@@ -413,7 +514,7 @@ def _prefill(params, prompt, max_new_tokens, stop_ids, keep, fixed):
         chunk[: len(real)] = real
         following = [*prompt[at + PREFILL_CHUNK : at + PREFILL_CHUNK + 1], -1][0]
         where = np.int32(len(real)), np.int32(0), np.int32(following)
-        _, *carriers = loop.prefill(params, chunk, *where, *carriers, fixed=fixed)
+        _, *carriers = loop.prefill(params, chunk, *where, *carriers, fixed=fixed, options=options)
     return carriers
 
 

@@ -16,6 +16,8 @@ from tests.golden.manifest import check_of, parametrize_cases
 
 # A spec run states no tolerance: ten times the typical f32 error of a dense target's logits.
 SPEC_LOGITS_ATOL = 1e-4
+# A probability moves by at most a quarter of what its logits do, here divided by 0.9.
+SPEC_PROBS_ATOL = 3e-5
 # Arrays that the manifest's "logits" tolerance covers; the others are "hidden".
 SCORES = ("logits", "unary", "walk_scores", "markov_bias")
 # The golden README's floor for single functions.
@@ -194,7 +196,7 @@ def check_selector(prefix, arrays):
 
 
 def check_spec_generate(case, arrays):
-    """Every greedy run step by step; the `sampled` runs belong to sampled verification."""
+    """Every greedy run step by step, then the sampled ones."""
     params = adapter.load_pair(case.target_folder, case.draft_folder)
     runs = sorted({n.split(".")[0] for n in arrays if n.startswith("run")})
     capacity = max(arrays[f"{run}.output_ids"].size for run in runs)
@@ -207,6 +209,7 @@ def check_spec_generate(case, arrays):
         plain, _, _ = adapter.spec_generate(params, *request, capacity=capacity, keep=0)
         np.testing.assert_array_equal(plain, got, err_msg=f"{run}, plain")
         check_steps(run, steps, want)
+    check_sampled(params, arrays)
 
 
 def check_markov_heads(case, arrays):
@@ -223,7 +226,7 @@ def check_markov_heads(case, arrays):
 
 
 def check_spark_generate(case, arrays):
-    """Every greedy run, cut by confidence; the `sampled` run belongs to sampled verification.
+    """Every greedy run, cut by confidence, then the sampled one.
 
     The recorded loop verifies full blocks to the end and then trims; steps near it are left out.
     """
@@ -241,6 +244,58 @@ def check_spark_generate(case, arrays):
         full = int(np.sum(want["start"] + params.draft.config.max_drafts + 1 < end))
         assert full > 1 or run == "run3"
         check_steps(run, steps[:full], {n: a[:full] for n, a in want.items()})
+    check_sampled(params, arrays)
+
+
+def check_sampled(params, arrays):
+    """Runs at a temperature, by recorded uniforms; three verifications of each in full."""
+    for name in sorted({n.split(".")[0] for n in arrays if n.startswith("sampled")}):
+        run = {n.removeprefix(f"{name}."): a for n, a in arrays.items() if n.startswith(name + ".")}
+        settings = run.get("temperature_top_p_top_k", run.get("temperature")).tolist()
+        filters = dict(zip(("temperature", "top_p", "top_k"), [*settings, 1.0, 0.0], strict=False))
+        tokens, counts, steps = adapter.sampled_generate(params, run, **filters)
+        np.testing.assert_array_equal(tokens, run["output_ids"][0], err_msg=name)
+        want = run["produced" if "produced" in run else "acceptance_lengths"].tolist()
+        assert counts[:-1] == want[:-1] and counts[-1] >= want[-1]
+        for i, (p, out) in enumerate(steps[:3]):
+            own = {n.split(".", 1)[1]: a for n, a in run.items() if n.startswith(f"reject{i}.")}
+            check_verification(f"{name} {i}", p, out, own)
+
+
+def check_verification(what, p, out, want):
+    """Distributions, drafts and verdict of one step."""
+    within(f"{what} p", p, want["target_probs"], SPEC_PROBS_ATOL)
+    q, drafts = out.proposal.q, want.get("draft_tokens", want.get("verify_input_ids"))[:, -7:]
+    if "draft_indices" in want:
+        count = want["draft_indices"].shape[2]
+        np.testing.assert_array_equal(q.ids[:, :, :count], want["draft_indices"], err_msg=what)
+        assert not q.probs[:, :, count:].any()
+        q = q.probs[:, :, :count]
+    within(f"{what} q", q, want["draft_probs"], SPEC_PROBS_ATOL)
+    np.testing.assert_array_equal(out.proposal.tokens, drafts, err_msg=what)
+    assert out.verification.num_accepted == want["accepted"], what
+    token = out.verification.committed[0, int(out.verification.num_accepted[0])]
+    assert token == want.get("next", want.get("next_token")), what
+
+
+# Where u * q(d) is p(d) but for what f32 rounds away; f64 accepts.
+BELOW_F32 = ("p_equals_q_all_accept", "u_just_below_threshold_accepts")
+
+
+def check_rejection(case, arrays):
+    """Accept tests and what replaces a rejected draft, with q over the vocabulary and sparse."""
+    for group in sorted({n.split(".")[0] for n in arrays}):
+        own = {n.removeprefix(f"{group}."): a for n, a in arrays.items() if n.startswith(group)}
+        forms = [own["q_f64"]]
+        if "candidate_ids" in own:
+            forms.append((own["candidate_ids"], own["q_rows_f64"]))
+        names = case.meta["edge_row_names"] if group == "edge" else [group] * len(own["p_f64"])
+        sure = np.array([name not in BELOW_F32 for name in names])
+        for q in forms:
+            uniforms = own["u_f64"], own["u_next_f64"]
+            count, token = adapter.accept(own["p_f64"], q, own["draft_tokens"], *uniforms)
+            np.testing.assert_array_equal(count[sure], own["accepted"][sure], err_msg=group)
+            np.testing.assert_array_equal(token[sure], own["next_token"][sure], err_msg=group)
 
 
 def check_steps(run, steps, want):
@@ -294,6 +349,7 @@ CHECKS = {
     "dflash2_modules": check_modules,
     "dflash_spec_generate": check_spec_generate,
     "dflash2_spec_generate": check_spec_generate,
+    "rejection": check_rejection,
     "dspark_forward": check_forward,
     "dspark_modules": check_markov_heads,
     "dspark_spec_generate": check_spark_generate,

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.reference import layers
 from tests.reference.checkpoint import read_config, read_tensors
+from tests.reference.sampling import draw
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,18 @@ class DFlash:
 
     def propose(self, tokens, features, num_drafts):
         """Draft `num_drafts` tokens after `tokens`; the last, the anchor, has no features yet."""
+        return self.choose(self._draft_hidden(tokens, features, num_drafts), tokens[-1])
+
+    def sample(self, tokens, features, uniforms, process):
+        """A draft for each of `uniforms`, drawn from `process` of its row's logits: drafts, q's."""
+        hidden = self._draft_hidden(tokens, features, len(uniforms))
+        qs = [process(row) for row in self.logits(hidden)]
+        return [draw(q, u) for q, u in zip(qs, uniforms, strict=True)], qs
+
+    def _draft_hidden(self, tokens, features, num_drafts):
+        """Final hidden [num_drafts, E] of the rows behind the anchor's."""
         _, context = self.fuse(features[: len(tokens) - 1])
-        hidden = self.forward(self.block_ids(tokens[-1], num_drafts + 1), context)
-        return self.choose(hidden[1:], tokens[-1])
+        return self.forward(self.block_ids(tokens[-1], num_drafts + 1), context)[1:]
 
     def choose(self, hidden, anchor):
         """Each row on its own: the best token of its logits. `anchor` is what DFlash2 needs."""

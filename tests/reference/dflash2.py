@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.reference import layers
 from tests.reference.dflash import DFlash
+from tests.reference.sampling import draw
 
 PREPARE, FINISH = 0, 1  # the sides of a convolution: before its sublayer and after it
 
@@ -68,14 +70,24 @@ def edge_scores(unary, candidates, predecessor, hidden_row, selector):
     return unary + selector["successor_codebook"][candidates] @ left
 
 
-def walk(hidden, logits, anchor, selector, count):
-    """Choose drafts row by row, each given the one before it; row 0's predecessor is the anchor."""
+def walk(
+    hidden, logits, anchor, selector, count, *, temperature=0.0, uniforms=(), find=top_candidates
+):
+    """Choose drafts row by row, each given the one before it; row 0's predecessor is the anchor.
+
+    At a temperature above 0 each is drawn from softmax(scores / temperature) by `uniforms`, one a
+    row, over the candidates in the order in which `find` gives them.
+    """
     drafts, candidates, unaries, scores = [], [], [], []
     predecessor = int(anchor)
     for hidden_row, logits_row in zip(hidden, logits, strict=True):
-        ids, unary = top_candidates(logits_row, count)
+        ids, unary = find(logits_row, count)
         row = edge_scores(unary, ids, predecessor, hidden_row, selector)
-        predecessor = int(ids[row == row.max()].min())  # equal scores: the lowest token id
+        if temperature > 0:
+            u = uniforms[len(drafts)]
+            predecessor = int(ids[draw(layers.softmax(row / temperature), u)])
+        else:
+            predecessor = int(ids[row == row.max()].min())  # equal scores: the lowest token id
         drafts.append(predecessor)
         candidates.append(ids)
         unaries.append(unary)
@@ -109,10 +121,18 @@ class DFlash2(DFlash):
         projection = self.weights[f"{prefix}.kernel_projection.weight"]
         return lambda x: grouped_dynamic_conv(x, base, projection, self._fact("conv_group_size"))
 
-    def walk(self, hidden, anchor):
-        """The selector's walk over final hidden [R-1, E] of the mask rows."""
+    def walk(self, hidden, anchor, **how):
+        """The selector's walk over final hidden [R-1, E] of the mask rows; `how` as for `walk`."""
         count = self._fact("selector_top_k")
-        return walk(hidden, self.logits(hidden), anchor, self.selector, count)
+        return walk(hidden, self.logits(hidden), anchor, self.selector, count, **how)
+
+    def sample(self, tokens, features, uniforms, temperature, **how):
+        """Drafts drawn on the walk, and the candidates with the probabilities of each draw."""
+        hidden = self._draft_hidden(tokens, features, len(uniforms))
+        how |= {"temperature": temperature, "uniforms": uniforms}
+        found = self.walk(hidden, tokens[-1], **how)
+        qs = [layers.softmax(row / temperature) for row in found.scores]
+        return found.drafts, list(zip(found.candidates, qs, strict=True))
 
     def choose(self, hidden, anchor):
         """The drafts of the walk."""

@@ -13,16 +13,12 @@ import numpy as np
 from tests.reference import layers
 from tests.reference.checkpoint import read_config, read_tensors
 from tests.reference.dflash import DFlash
+from tests.reference.sampling import draw
 
 
 def sigmoid(x):
     """1 / (1 + exp(-x)); NaN stays NaN."""
     return 1 / (1 + np.exp(-x))
-
-
-def draw(weights, u):
-    """First index whose running share of `weights`[V] exceeds u in [0, 1)."""
-    return int(np.searchsorted(np.cumsum(weights) / np.sum(weights), u, side="right"))
 
 
 def markov_step(head, previous, hidden_row, state):
@@ -171,6 +167,13 @@ class DSpark(DFlash):
         confidence = self.confidence_logits(hidden, decided.latents)
         keep = num_drafts if confidence is None else confident_prefix(confidence, threshold)
         return decided.drafts[:keep]
+
+    def sample(self, tokens, features, uniforms, temperature):
+        """Drafts drawn along the chain, and the distribution [V] of each draw."""
+        _, context = self.fuse(features[: len(tokens) - 1])
+        hidden = self.forward(self.block_ids(tokens[-1], len(uniforms)), context)
+        decided = self.chain(hidden, tokens[-1], temperature=temperature, uniforms=uniforms)
+        return decided.drafts, [layers.softmax(row / temperature) for row in decided.logits]
 
     def choose(self, hidden, anchor):
         """Greedy drafts of all rows."""

@@ -8,7 +8,8 @@ reproduce those to f32 storage precision.
 import numpy as np
 
 from tests.golden.manifest import check_of, parametrize_cases
-from tests.reference import dflash2, dspark, gated_delta, loop
+from tests.golden.nth_element import unsorted_top_k
+from tests.reference import dflash2, dspark, gated_delta, loop, sampling
 from tests.reference.checkpoint import read_config, read_tensors
 from tests.reference.hybrid_target import load_target
 from tests.reference.mtp import MtpHead
@@ -218,6 +219,73 @@ def check_spec_generate(case, arrays):
         )
         assert plain.output_ids == got.output_ids == want["output_ids"][0].tolist()
         check_steps(got.steps, want)
+    for run in sampled_runs(arrays):
+        check_sampled(target, drafter, run, f"{case.name}, sampled")
+
+
+def sampled_runs(arrays):
+    """The arrays of each sampled run."""
+    names = sorted({n.split(".")[0] for n in arrays if n.startswith("sampled")})
+    return [
+        {n.removeprefix(f"{run}."): a for n, a in arrays.items() if n.startswith(f"{run}.")}
+        for run in names
+    ]
+
+
+def check_sampled(target, drafter, run, what):
+    """A run whose random calls are `uniforms`, one after another."""
+    settings = run.get("temperature_top_p_top_k", run.get("temperature")).tolist()
+    temperature, top_p, top_k = (settings + [1.0, 0.0])[:3]
+    prompt, want = run["prompt"][0], run["output_ids"][0]
+    is_spark = isinstance(drafter, dspark.DSpark)  # whose recorded loop drafts full blocks always
+    most = drafter.config.block_rows - (0 if is_spark else 1)
+
+    def process(logits):
+        return sampling.distribution(logits, temperature, top_p=top_p, top_k=int(top_k) or None)
+
+    def propose(*step):
+        if isinstance(drafter, dflash2.DFlash2):
+            return drafter.sample(*step, temperature, find=unsorted_candidates)
+        return drafter.sample(*step, temperature if is_spark else process)
+
+    got, produced = sampling.generate(
+        target.forward,
+        prompt,
+        len(want) - len(prompt),
+        propose=propose,
+        num_drafts=lambda remaining: most if is_spark else min(most, remaining),
+        tap_ids=drafter.config.target_layer_ids,
+        uniforms=run["uniforms"].astype(np.float64),
+        process=process,
+    )
+    assert got == want.tolist(), what
+    counts = run["acceptance_lengths" if is_spark else "produced"].tolist()
+    assert produced[:-1] == counts[:-1] and produced[-1] >= counts[-1], what
+
+
+def unsorted_candidates(logits, count):
+    ids = np.array(unsorted_top_k(logits, count))
+    return ids, logits[ids]
+
+
+def check_rejection(case, arrays):
+    """Every row of every group, sparse ones in both forms of q."""
+    for group in sorted({name.split(".")[0] for name in arrays}):
+        own = {n.removeprefix(f"{group}."): a for n, a in arrays.items() if n.startswith(group)}
+        for row in range(len(own["p_f64"])):
+            p, drafts, uniforms = (own[n][row] for n in ("p_f64", "draft_tokens", "u_f64"))
+            forms = [list(own["q_f64"][row])]
+            if "candidate_ids" in own:
+                pairs = zip(own["candidate_ids"][row], own["q_rows_f64"][row], strict=True)
+                forms.append(list(pairs))
+            if np.all(own["q_f64"][row].max(axis=1) == 1):
+                forms.append([None] * len(drafts))
+            for qs in forms:
+                accepted, rest = sampling.accept(p, qs, drafts, uniforms)
+                assert accepted == own["accepted"][row], f"{group} {row}"
+                close(rest, own["next_dist_f64"][row], 1e-12, f"{group} {row}")
+                token = sampling.draw(rest, own["u_next_f64"][row])
+                assert token == own["next_token"][row], f"{group} {row}"
 
 
 def check_steps(steps, want):
@@ -314,6 +382,8 @@ def check_dspark_spec_generate(case, arrays):
         full = int(np.sum(want["start"] + rows + 1 <= end))
         assert full > 0
         check_steps(got.steps[:full], {n: a[:full] for n, a in want.items()})
+    for run in sampled_runs(arrays):
+        check_sampled(target, drafter, run, f"{case.name}, sampled")
 
 
 def check_mtp(case, arrays):
@@ -341,6 +411,7 @@ CHECKS = {
     "target": check_target,
     "target_trained": check_target_trained,
     "gdn": check_gdn,
+    "rejection": check_rejection,
     "dflash_forward": check_forward,
     "dflash2_forward": check_forward,
     "dflash2_modules": check_modules,
