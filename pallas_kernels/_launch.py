@@ -101,6 +101,10 @@ def _check_gpu(op: str, impl: str) -> None:
         )
 
 
+def is_power_of_2(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`; Triton's blocks have such sizes."""
     return 1 << max(n - 1, 0).bit_length()

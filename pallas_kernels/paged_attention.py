@@ -5,17 +5,38 @@ row r stands at key index q_offset + r. Scores and softmax are f32; what is mask
 zero, since 0 * NaN is NaN, and contributes exact zeros, so that a row's bits depend on its own
 inputs and on static shapes only.
 
-Few rows (decode, verify) attend in one shot over the whole static capacity. Many rows (prefill)
-go through segments of keys at absolute positions with an online softmax (Milakov and Gimelshein,
-2018); segments that no row can see are skipped, with the bits of masking them.
+The kernel (flash decoding: Dao, Haziza, Massa, Sizov 2023; online softmax: Milakov and Gimelshein
+2018) gives a program a tile of query rows, all heads that share a kv head, and a segment of keys,
+which it reads in blocks through the table. Segments lie at absolute positions, with sizes by
+static shapes alone (`_attention_tiles`). Few rows run their segments in parallel and a second
+kernel folds the results; many rows (prefill) or many sequences fill the GPU without that, and a
+program takes all segments in turn. Both fold in the same order and to the same bits, since a
+maximum is rounded up to an integer, which makes every rescaling an exact power of two.
+
+Bytes: K and V of what is visible are read once a tile of rows (a second tile finds them in L2), a
+live segment leaves `rows x D` f32 behind, read once. Limit of a verify of 16 rows, 32/8 heads of
+128, at 4.37 TB/s: 1.0 / 3.8 / 31 us for 1k / 4k / 32k keys; two launches cost about 3 us. A program
+holds K and V of num_stages blocks (96 KiB at 3 x 64 keys of 128 in bf16), so two or more share a
+multiprocessor; segments past the length return before they read a key.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._attention_tiles import (
+    TILE_ROWS,
+    AttentionConfig,
+    Segments,
+    attention_config,
+    segments_of,
+)
+from pallas_kernels._attention_xla import in_reach, paged_attention_xla
 from pallas_kernels._launch import (
     MASK_VALUE,
     check_dtype,
@@ -24,11 +45,15 @@ from pallas_kernels._launch import (
     check_shape,
     dispatch,
     dot_precision,
+    is_power_of_2,
+    next_power_of_2,
     show,
 )
 
-_ONE_SHOT_ROWS = 64  # above this the scores of the whole capacity would be the largest array
-_SEGMENT_KEYS = 1024  # keys a step of the segmented form reads, at least one page
+_LOG2_E = 1.4426950408889634
+_MIN_DOT_ROWS = 16  # of a Triton dot
+_PARALLEL_TILES = 4  # up to here segments run in parallel: partial results grow with the rows
+_FOLD_AT_ONCE = 16  # segments whose loads are in flight together when results are folded
 
 
 def paged_attention(
@@ -42,8 +67,12 @@ def paged_attention(
     window: int | None = None,
     scale: float | None = None,
     impl: str = "auto",
+    config: AttentionConfig | None = None,
 ) -> jax.Array:
     """Attend from block rows to the keys that their sequences have in the pools.
+
+    The kernel serves head dims 16 to 256, pages of a power of two from 4 keys and up to 64 query
+    heads a kv head; "auto" takes the XLA form for others.
 
     Args:
       q: bf16|f32[B, R, H, D] query rows, RoPE applied.
@@ -55,6 +84,7 @@ def paged_attention(
       window: a row sees keys less than this many positions before it and, unless causal, after.
       scale: factor on the scores, by default D ** -0.5.
       impl: which implementation runs.
+      config: tiles of the kernel, by default those of `attention_config`.
     Returns:
       [B, R, H, D] in the dtype of `q`; zeros for a row that sees no key.
     """
@@ -62,7 +92,7 @@ def paged_attention(
     b, r, h, d = check_rank(op, "q", q, "B R H D")
     pool_shape = check_rank(op, "k_pool", k_pool, "pages K page_size D")
     check_shape(op, "v_pool", v_pool, pool_shape)
-    kv_heads = pool_shape[1]
+    kv_heads, page_size = pool_shape[1:3]
     if pool_shape[3] != d:
         raise ValueError(
             f"{op}: q has head dim {d}, wanted {pool_shape[3]} (k_pool {show(k_pool)})"
@@ -81,124 +111,321 @@ def paged_attention(
         raise ValueError(f"{op}: {r} query rows over {pages} pages, wanted at least one of each")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window is {window}, wanted at least 1 or None")
-    scale = d**-0.5 if scale is None else scale
-    operands = (q, k_pool, v_pool, block_table, args)
-    static = {"is_causal": is_causal, "window": window, "scale": scale}
-    return dispatch(op, impl, None, paged_attention_xla, *operands, **static)
+    if config is None:
+        itemsize = jnp.result_type(q).itemsize
+        config = attention_config(h // kv_heads, d, itemsize, pages * page_size, b * kv_heads)
+    return dispatch(
+        op,
+        impl,
+        partial(_by_kernel, config=config),
+        paged_attention_xla,
+        *(q, k_pool, v_pool, block_table, args),
+        unserved=_unserved(d, page_size, h // kv_heads),
+        is_causal=is_causal,
+        window=window,
+        scale=d**-0.5 if scale is None else scale,
+    )
 
 
-def paged_attention_xla(
-    q, k_pool, v_pool, block_table, args, is_causal: bool, window: int | None, scale: float
+def _unserved(head_dim: int, page_size: int, heads_per_kv_head: int) -> str | None:
+    """What the kernel does not serve of these sizes."""
+    if not 16 <= head_dim <= 256:
+        return f"has a kernel for head dims 16 to 256, not {head_dim}"
+    if page_size < 4 or not is_power_of_2(page_size):
+        return f"has a kernel for pages of a power of two from 4 keys, not {page_size}"
+    if heads_per_kv_head > TILE_ROWS:
+        return f"has a kernel for up to {TILE_ROWS} heads a kv head, not {heads_per_kv_head}"
+    return None
+
+
+class _Softmax(NamedTuple):
+    """The softmax of some keys, not yet normalised.
+
+    m: f32[M] at least the largest score, an integer (scores in units of log 2), so that every
+    rescaling is by a power of two and exact. l: f32[M] sum of exp2(score - m). acc: f32[M, D] the
+    values weighted with the same.
+    """
+
+    m: jax.Array
+    l: jax.Array
+    acc: jax.Array
+
+
+class _Sizes(NamedTuple):
+    """Static facts of one call."""
+
+    rows: int
+    heads_per_kv_head: int
+    head_dim: int
+    page_size: int
+    pages: int
+    is_causal: bool
+    window: int | None
+    scale: float
+    config: AttentionConfig
+
+    @property
+    def group(self) -> int:
+        return next_power_of_2(self.heads_per_kv_head)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // self.config.block_r)
+
+    @property
+    def segments(self) -> Segments:
+        return segments_of(self.pages * self.page_size, self.config)
+
+    @property
+    def dot_rows(self) -> int:
+        return max(_MIN_DOT_ROWS, self.config.block_r * self.group)
+
+
+@partial(jax.jit, static_argnames=("is_causal", "window", "scale", "config", "interpret"))
+def _by_kernel(
+    q, k_pool, v_pool, block_table, args, *, is_causal, window, scale, config, interpret
 ) -> jax.Array:
-    """`paged_attention` by gathering pages, in one shot or by segments as R asks."""
+    """Choose between segments in parallel and in turn, and launch."""
     b, r, h, d = q.shape
     kv_heads, page_size = k_pool.shape[1:3]
-    kv_len = args[:, 0].astype(jnp.int32)
-    row_pos = args[:, 1].astype(jnp.int32)[:, None] + jnp.arange(r, dtype=jnp.int32)[None]  # [B, R]
-    # All rows and heads that share a kv head are the rows of one matrix; G = H // K.
-    q_bkrgd = q.reshape(b, r, kv_heads, h // kv_heads, d).transpose(0, 2, 1, 3, 4)
-    # Keys before this are out of every row's window: zeroed when read, as they are masked.
-    oldest = jnp.zeros_like(kv_len) if window is None else row_pos[:, 0] - window + 1
+    pages = block_table.shape[1]
+    sizes = _Sizes(r, h // kv_heads, d, page_size, pages, is_causal, window, scale, config)
+    segments, tiles, m_rows = sizes.segments.count, sizes.tiles, sizes.dot_rows
+    launch = partial(_call, sizes=sizes, interpret=interpret)
+    operands = (q, k_pool, v_pool, block_table, args)
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    if segments == 1 or tiles > _PARALLEL_TILES:
+        grid = (kv_heads, tiles, b)
+        return launch(_in_turn_kernel, "paged_attention", grid, [out], operands, config)[0]
+    lanes = (b, kv_heads, tiles, segments, m_rows)
+    partials = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lanes, lanes, (*lanes, d))]
+    grid = (kv_heads, tiles * b, segments)  # the first runs fastest
+    name = "paged_attention_segments"
+    partials = launch(_segment_kernel, name, grid, partials, operands, config)
+    operands = (*partials, args)
+    return launch(_fold_kernel, "paged_attention_fold", (h, r, b), [out], operands, None)[0]
 
-    def attend(table, first_key):
-        """Return (m, l, acc) of all rows over the keys of the pages in `table`."""
-        keys = (oldest, kv_len)
-        k, v, exists, key_pos = _read_pages(k_pool, v_pool, table, first_key, keys, q.dtype)
-        sees = exists[:, None] & _in_reach(row_pos, key_pos, is_causal, window)  # [B, R, S]
-        return _softmax_over(q_bkrgd, k, v, sees[:, None, :, None], scale)
 
-    if r <= _ONE_SHOT_ROWS:
-        _, l, acc = attend(block_table, 0)
+def _call(kernel, name, grid, outs, operands, config, *, sizes: _Sizes, interpret: bool):
+    """Run a kernel over refs to whole arrays; a program of the fold is one warp, `config` None."""
+    warps, stages = (config.num_warps, config.num_stages) if config else (1, 1)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        partial(kernel, sizes=sizes),
+        out_shape=outs,
+        grid=grid,
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * len(outs),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def _segment_kernel(
+    q_ref,  # [B, R, H, D]
+    k_ref,  # [pages, K, page_size, D]
+    v_ref,  # [pages, K, page_size, D]
+    table_ref,  # i32[B, P]
+    args_ref,  # u32[B, 3]
+    m_ref,  # out f32[B, K, tiles, segments, M]
+    l_ref,  # out f32[B, K, tiles, segments, M]
+    acc_ref,  # out f32[B, K, tiles, segments, M, D]
+    *,
+    sizes: _Sizes,
+):
+    """One segment of keys of one tile of rows and one kv head."""
+    kv_head = pl.program_id(0)
+    sequence, tile = pl.program_id(1) // sizes.tiles, pl.program_id(1) % sizes.tiles
+    segment = sizes.segments.count - 1 - pl.program_id(2)  # the longest are launched first
+    visible = _visible_keys(args_ref, sequence, tile, sizes)
+    start, end = sizes.segments.keys_of(segment)
+
+    @pl.when((start < visible[1]) & (end > visible[0]))
+    def _():
+        refs = (q_ref, k_ref, v_ref, table_ref, args_ref)
+        found = _attend(refs, (sequence, kv_head, tile), (start, end), visible, sizes)
+        at = (sequence, kv_head, tile, segment)
+        row, column = jnp.arange(sizes.dot_rows), _columns(sizes)
+        plgpu.store(m_ref.at[*at, row], found.m)
+        plgpu.store(l_ref.at[*at, row], found.l)
+        mask = jnp.broadcast_to((column < sizes.head_dim)[None], found.acc.shape)
+        plgpu.store(acc_ref.at[*at, row[:, None], column[None]], found.acc, mask=mask)
+
+
+def _fold_kernel(
+    m_ref,  # f32[B, K, tiles, segments, M]
+    l_ref,  # f32[B, K, tiles, segments, M]
+    acc_ref,  # f32[B, K, tiles, segments, M, D]
+    args_ref,  # u32[B, 3]
+    out_ref,  # out [B, R, H, D]
+    *,
+    sizes: _Sizes,
+):
+    """One query row of one head: fold what its live segments left, in order."""
+    head, row, sequence = (pl.program_id(i) for i in range(3))
+    kv_head, tile = head // sizes.heads_per_kv_head, row // sizes.config.block_r
+    m_row = row % sizes.config.block_r * sizes.group + head % sizes.heads_per_kv_head
+    visible = _visible_keys(args_ref, sequence, tile, sizes)
+    first, end = _live_segments(visible, sizes)
+    count = sizes.segments.count
+    column = _columns(sizes)
+    exists = column < sizes.head_dim
+
+    def fold_some(step, carry):
+        for i in range(min(_FOLD_AT_ONCE, count)):
+            segment = step * _FOLD_AT_ONCE + i
+            live = (segment >= first) & (segment < end)
+            at = (sequence, kv_head, tile, jnp.minimum(segment, count - 1), m_row)
+            m = plgpu.load(m_ref.at[at], mask=live, other=MASK_VALUE)
+            l = plgpu.load(l_ref.at[at], mask=live, other=0.0)
+            acc = plgpu.load(acc_ref.at[*at, column], mask=live & exists, other=0.0)
+            carry = _fold(_Softmax(*carry), _Softmax(m, l, acc))
+        return carry
+
+    empty = _Softmax(jnp.float32(MASK_VALUE), jnp.float32(0), jnp.zeros(column.shape, jnp.float32))
+    steps = first // _FOLD_AT_ONCE, (end + (_FOLD_AT_ONCE - 1)) // _FOLD_AT_ONCE
+    _, l, acc = lax.fori_loop(*steps, fold_some, empty)
+    out = (acc / jnp.where(l == 0, 1.0, l)).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[sequence, row, head, column], out, mask=exists)
+
+
+def _in_turn_kernel(
+    q_ref,  # [B, R, H, D]
+    k_ref,  # [pages, K, page_size, D]
+    v_ref,  # [pages, K, page_size, D]
+    table_ref,  # i32[B, P]
+    args_ref,  # u32[B, 3]
+    out_ref,  # out [B, R, H, D]
+    *,
+    sizes: _Sizes,
+):
+    """All segments of one tile of rows and one kv head, one after another."""
+    kv_head, tile, sequence = (pl.program_id(i) for i in range(3))
+    visible = _visible_keys(args_ref, sequence, tile, sizes)
+    refs = (q_ref, k_ref, v_ref, table_ref, args_ref)
+    attend = partial(_attend, refs, (sequence, kv_head, tile), visible=visible, sizes=sizes)
+
+    def fold_next(segment, carry):
+        return _fold(_Softmax(*carry), attend(keys=sizes.segments.keys_of(segment)))
+
+    if sizes.segments.count == 1:
+        _, l, acc = attend(keys=visible)
     else:
-        pages_a_step = max(1, min(_SEGMENT_KEYS // page_size, block_table.shape[1]))
-        bounds = _segment_bounds(row_pos, kv_len, is_causal, window, pages_a_step * page_size)
-        _, l, acc = _by_segments(
-            attend, block_table, pages_a_step, page_size, bounds, q_bkrgd.shape
-        )
-    out = acc / jnp.where(l == 0, 1.0, l)  # a row that sees no key has acc = 0
-    return out.transpose(0, 2, 1, 3, 4).reshape(b, r, h, d).astype(q.dtype)
+        live = _live_segments(visible, sizes)
+        _, l, acc = lax.fori_loop(*live, fold_next, _nothing_seen(sizes))
+    out = (acc / jnp.where(l == 0, 1.0, l)[:, None]).astype(out_ref.dtype)  # [M, D]
+    (row, head, column), mask = _tile_of(kv_head, tile, sizes)
+    plgpu.store(out_ref.at[sequence, row, head, column], out, mask=mask)
 
 
-def _read_pages(k_pool, v_pool, table, first_key, keys_between, dtype):
-    """Gather pages as [B, K, S, D], zero where no key exists or lies outside `keys_between`.
-
-    `keys_between` is (first, one past the last), i32[B] each.
-    Returns k, v, which keys remain bool[B, S], and their positions i32[S].
-    """
-    b, pages = table.shape
-    kv_heads, page_size, d = k_pool.shape[1:]
-    keys = pages * page_size
-    key_pos = first_key + jnp.arange(keys, dtype=jnp.int32)
-    has_page = jnp.broadcast_to((table >= 0)[:, :, None], (b, pages, page_size)).reshape(b, keys)
-    first, end = keys_between
-    exists = has_page & (key_pos[None] >= first[:, None]) & (key_pos[None] < end[:, None])  # [B, S]
-    # Indexing (page, kv head) lets the gather write [B, K, S, D], the layout of both dots.
-    page = jnp.maximum(table, 0)[:, None, :]  # [B, 1, P]
-    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]  # [1, K, 1]
-
-    def read(pool):
-        at = pool.at[page, head]
-        rows = at.get(mode="promise_in_bounds", wrap_negative_indices=False)
-        rows = rows.reshape(b, kv_heads, keys, d).astype(dtype)
-        return jnp.where(exists[:, None, :, None], rows, jnp.zeros((), dtype))
-
-    return read(k_pool), read(v_pool), exists, key_pos
+def _visible_keys(args_ref, sequence, tile, sizes: _Sizes):
+    """Return the first key and one past the last that any row of a tile may see."""
+    kv_len, first_row = (args_ref[sequence, i].astype(jnp.int32) for i in range(2))
+    block_r = sizes.config.block_r
+    last_row = first_row + jnp.minimum(tile * block_r + block_r, sizes.rows) - 1
+    first_row = first_row + tile * block_r
+    end = jnp.minimum(kv_len, sizes.pages * sizes.page_size)
+    if sizes.is_causal:
+        end = jnp.minimum(end, last_row + 1)
+    elif sizes.window is not None:
+        end = jnp.minimum(end, last_row + sizes.window)
+    if sizes.window is None:
+        return jnp.int32(0), end
+    return jnp.maximum(first_row - (sizes.window - 1), 0), end
 
 
-def _in_reach(row_pos, key_pos, is_causal: bool, window: int | None):
-    """Return bool[B, R, S]: whether the mask lets a row at `row_pos` see a key at `key_pos`."""
-    ahead = key_pos[None, None] - row_pos[:, :, None]
-    reach = ahead <= 0 if is_causal else jnp.ones_like(ahead, bool)
-    if window is not None:
-        reach &= -ahead < window
-        if not is_causal:
-            reach &= ahead < window
-    return reach
+def _live_segments(visible, sizes: _Sizes):
+    """Return the first segment with a visible key and one past the last."""
+    first, last = sizes.segments.holding(visible[0]), sizes.segments.holding(visible[1] - 1)
+    return first, jnp.where(visible[0] < visible[1], last + 1, first)
 
 
-def _softmax_over(q, k, v, sees, scale):
-    """Return the maximum m, the sum l (both f32[B, K, R, G, 1]) and acc f32[B, K, R, G, D]."""
-    dot = partial(jnp.einsum, precision=dot_precision(q.dtype), preferred_element_type=jnp.float32)
-    scores = jnp.where(sees, dot("bkrgd,bksd->bkrgs", q, k) * scale, MASK_VALUE)
-    m = jnp.max(scores, axis=-1, keepdims=True)
-    # The second mask is for rows that see nothing, where exp(MASK_VALUE - m) is 1.
-    p = jnp.where(sees, jnp.exp(scores - m), 0.0)
-    l = jnp.sum(p, axis=-1, keepdims=True)
-    return m, l, dot("bkrgs,bksd->bkrgd", p.astype(v.dtype), v)
+def _columns(sizes: _Sizes):
+    return jnp.arange(next_power_of_2(sizes.head_dim), dtype=jnp.int32)
 
 
-def _segment_bounds(row_pos, kv_len, is_causal: bool, window: int | None, segment: int):
-    """Return the first and one past the last segment that holds a key any row can see."""
-    last = kv_len
-    if is_causal:
-        last = jnp.minimum(last, row_pos[:, -1] + 1)
-    elif window is not None:
-        last = jnp.minimum(last, row_pos[:, -1] + window)
-    first = jnp.zeros_like(last)
-    if window is not None:
-        first = jnp.maximum(first, row_pos[:, 0] - window + 1)
-    end = jnp.max(last) + (segment - 1)
-    return lax.div(jnp.min(first), segment), lax.div(end, segment)
+def _tile_of(kv_head, tile, sizes: _Sizes):
+    """Indices (row, head, column), together [M, D], of a tile in q, and which of them exist."""
+    m = jnp.arange(sizes.dot_rows, dtype=jnp.int32)[:, None]
+    column = _columns(sizes)[None]
+    row, in_group = m // sizes.group, m % sizes.group
+    exists = (row < sizes.config.block_r) & (in_group < sizes.heads_per_kv_head)
+    row = tile * sizes.config.block_r + row
+    mask = exists & (row < sizes.rows) & (column < sizes.head_dim)
+    return (row, kv_head * sizes.heads_per_kv_head + in_group, column), mask
 
 
-def _by_segments(attend, table, pages_a_step: int, page_size: int, bounds, shape):
-    """Run `attend` over segments of pages and merge their softmaxes online."""
-    num_steps = -(-table.shape[1] // pages_a_step)
-    pad = num_steps * pages_a_step - table.shape[1]
-    table = jnp.pad(table, ((0, 0), (0, pad)), constant_values=-1)
+def _nothing_seen(sizes: _Sizes) -> _Softmax:
+    rows, columns = sizes.dot_rows, next_power_of_2(sizes.head_dim)
+    return _Softmax(
+        jnp.full((rows,), MASK_VALUE, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, columns), jnp.float32),
+    )
+
+
+def _attend(refs, lane, keys, visible, sizes: _Sizes) -> _Softmax:
+    """Attend from a tile to the visible keys of a segment, a block of keys at a time."""
+    q_ref, k_ref, v_ref, table_ref, args_ref = refs
+    sequence, kv_head, tile = lane
+    (row, head, column), mask = _tile_of(kv_head, tile, sizes)
+    q = plgpu.load(q_ref.at[sequence, row, head, column], mask=mask, other=0.0)  # [M, D]
+    block = sizes.config.block_s
+    row_pos = args_ref[sequence, 1].astype(jnp.int32) + row  # [M, 1]
+    precision = dot_precision(q.dtype)
 
     def step(i, carry):
         m, l, acc = carry
-        pages = lax.dynamic_slice_in_dim(table, i * pages_a_step, pages_a_step, axis=1)
-        m_i, l_i, acc_i = attend(pages, i * (pages_a_step * page_size))
-        m_new = jnp.maximum(m, m_i)
-        old, new = jnp.exp(m - m_new), jnp.exp(m_i - m_new)
-        # A segment that a row does not see has l_i = acc_i = 0 and leaves m: its bits stay.
-        return m_new, l * old + l_i * new, acc * old + acc_i * new
+        key_pos = i * block + jnp.arange(block, dtype=jnp.int32)
+        page, offset, exists = _slots(table_ref, sequence, key_pos, i * block, visible, sizes)
+        is_read = exists[:, None] & (column < sizes.head_dim)  # [S, D]
+        at = (page, kv_head, offset, column)
+        k = plgpu.load(k_ref.at[at], mask=is_read, other=0.0).astype(q.dtype)
+        v = plgpu.load(v_ref.at[at], mask=is_read, other=0.0).astype(q.dtype)
+        scores = plgpu.dot(q, k, trans_b=True, precision=precision) * (sizes.scale * _LOG2_E)
+        sees = exists[None] & in_reach(key_pos[None] - row_pos, sizes.is_causal, sizes.window)
+        scores = jnp.where(sees, scores, MASK_VALUE)  # [M, S]
+        m_new = jnp.maximum(m, jnp.ceil(jnp.max(scores, axis=1)))
+        old = _power_of_2(m - m_new)
+        # The second mask is for rows that see nothing, where exp2(MASK_VALUE - m) is 1.
+        p = jnp.where(sees, jnp.exp2(scores - m_new[:, None]), 0.0)
+        l = l * old + jnp.sum(p, axis=1)
+        acc = acc * old[:, None] + plgpu.dot(p.astype(v.dtype), v, precision=precision)
+        return _Softmax(m_new, l, acc)
 
-    start = (
-        jnp.full((*shape[:-1], 1), MASK_VALUE, jnp.float32),
-        jnp.zeros((*shape[:-1], 1), jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
-    return lax.fori_loop(bounds[0], jnp.minimum(bounds[1], num_steps), step, start)
+    first = jnp.maximum(keys[0], visible[0]) // block
+    end = (jnp.minimum(keys[1], visible[1]) + (block - 1)) // block
+    return _Softmax(*lax.fori_loop(first, end, step, _nothing_seen(sizes)))
+
+
+def _slots(table_ref, sequence, key_pos, first_key, visible, sizes: _Sizes):
+    """Return page and offset of a block of keys, [S, 1], and bool[S]: which are there to be seen.
+
+    A block that lies within a page needs one look into the table, and `page` is then a scalar.
+    """
+    exists = (key_pos >= visible[0]) & (key_pos < visible[1])
+    if sizes.page_size >= sizes.config.block_s:
+        page = table_ref[sequence, first_key // sizes.page_size]
+        exists = exists & (page >= 0)
+    else:
+        index = key_pos // sizes.page_size
+        page = plgpu.load(table_ref.at[sequence, index], mask=exists, other=-1)
+        exists = exists & (page >= 0)
+        page = page[:, None]
+    return jnp.maximum(page, 0), (key_pos % sizes.page_size)[:, None], exists
+
+
+def _fold(old: _Softmax, new: _Softmax) -> _Softmax:
+    """Join the softmaxes of two sets of keys; one that saw nothing leaves the other's bits."""
+    m = jnp.maximum(old.m, new.m)
+    scale_old, scale_new = _power_of_2(old.m - m), _power_of_2(new.m - m)
+    columns = [None] * (old.acc.ndim - old.m.ndim)
+    acc = old.acc * scale_old[..., *columns] + new.acc * scale_new[..., *columns]
+    return _Softmax(m, old.l * scale_old + new.l * scale_new, acc)
+
+
+def _power_of_2(n):
+    """2 ** n for integers n <= 0 in f32, exactly; 0 below the normal numbers."""
+    exponent = jnp.maximum(n, -127.0).astype(jnp.int32) + 127
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)

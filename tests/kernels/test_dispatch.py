@@ -48,20 +48,12 @@ CALLS = {
     "skinny_matmul": partial(pk.skinny_matmul, jnp.zeros((2, 8)), jnp.zeros((6, 8))),
     "skinny_matmul_swiglu": partial(pk.skinny_matmul_swiglu, jnp.zeros((2, 8)), jnp.zeros((6, 8))),
 }
-WITHOUT_KERNEL = tuple(op for op in CALLS if not op.startswith("skinny"))
 each_op = pytest.mark.parametrize("op", CALLS)
 
 
-@pytest.mark.parametrize("op", WITHOUT_KERNEL)
-@pytest.mark.parametrize("impl", ["pallas", "interpret"])
-def test_an_implementation_that_does_not_exist_raises_and_names_what_does(op, impl):
-    with pytest.raises(NotImplementedError, match=f"{op}: impl='{impl}' .*'auto' and 'xla'"):
-        CALLS[op](impl=impl)
-
-
-@pytest.mark.parametrize("op", sorted(set(CALLS) - set(WITHOUT_KERNEL)))
+@each_op
 def test_a_kernel_on_a_machine_without_a_gpu_is_refused_with_what_runs_there(op):
-    with pytest.raises(NotImplementedError, match=f"{op}: impl='pallas' needs a CUDA device.*cpu"):
+    with pytest.raises(NotImplementedError, match=f"{op}: impl='pallas' .*supported.* 'xla'"):
         CALLS[op](impl="pallas")
 
 
@@ -77,7 +69,9 @@ def test_auto_compiles_to_the_xla_form_on_a_cpu(op):
         jax.jit(partial(CALLS[op], impl=impl)).lower().compile().as_text()
         for impl in ("auto", "xla")
     ]
-    programs = [re.sub(r", (metadata|stack_frame_id)=\S+", "", text) for text in texts]
+    # Without where an instruction comes from: a table of frames, and what refers to it.
+    origins = re.compile(r", metadata=\{[^}]*\}|^\d+ .*$", re.MULTILINE)
+    programs = [origins.sub("", text) for text in texts]
     assert programs[0] == programs[1]
 
 
