@@ -472,15 +472,16 @@ class Block(NamedTuple):
 
 
 def reference_block(pair: Pair, tokens: list[int], rows: int) -> Block:
-    """Recompute a block and its context from the text alone."""
+    """Recompute a block and its context from the text alone; DSpark's rows all draft."""
     taps = pair.drafter.config.target_layer_ids
     features = pair.target.forward(tokens[:-1]).features(taps)
     _, context = pair.drafter.fuse(features)
     trace = {}
     ids = pair.drafter.block_ids(tokens[-1], rows)
     hidden = pair.drafter.forward(ids, context, trace)
-    drafts = pair.drafter.choose(hidden[1:], tokens[-1])
-    return Block(features, context, hidden, pair.drafter.logits(hidden[1:]), drafts, trace)
+    drafting = hidden if isinstance(pair.drafter, DSpark) else hidden[1:]
+    drafts = pair.drafter.choose(drafting, tokens[-1])
+    return Block(features, context, hidden, pair.drafter.logits(drafting), drafts, trace)
 
 
 def draft_kv(at: Carriers, row: int, num_layers: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -13,11 +13,11 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax import loop
-from dflash_jax.fixed import ArraySpec, DraftFixed, Fixed, StateTableSpec
+from dflash_jax.fixed import ArraySpec, Fixed, StateTableSpec
 from dflash_jax.scratch import DflashScratch, init_scratch, scratch_specs
 from dflash_jax.state import init_buffers, init_state
 from tests import kit
-from tests.reference import dflash2, layers
+from tests.reference import dflash2, dspark, layers
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -35,7 +35,9 @@ SCRATCH_NAMES = """
 """.split()
 OF_THE_TOKENS = set(SCRATCH_NAMES[13:18])
 OF_DFLASH = set(SCRATCH_NAMES[:19])
+OF_DSPARK = set(SCRATCH_NAMES[:22])
 OF_DFLASH2 = OF_DFLASH | set(SCRATCH_NAMES[22:])
+OF_MTP = OF_THE_TOKENS | {"norm_buf", "logits"}
 
 
 def pairs():
@@ -46,6 +48,8 @@ def pairs():
     return {
         "dflash": params,
         "dflash2": kit.pair(kind="dflash2").params,
+        "dspark": kit.pair(kind="dspark").params,
+        "mtp": kit.pair(kind="mtp", layers="one").params,
         "prompt_lookup": kit.lookup(params),
         "oracle": kit.oracle(params, known),
         "oracle-with-inner": kit.with_rule(params, inner),
@@ -53,7 +57,16 @@ def pairs():
     }
 
 
-DRAFTERS = ["dflash", "dflash2", "prompt_lookup", "oracle", "oracle-with-inner", "none"]
+DRAFTERS = [*kit.KINDS, "prompt_lookup", "oracle", "oracle-with-inner", "none"]
+
+
+PRESENT = {
+    "dflash": OF_DFLASH,
+    "dflash2": OF_DFLASH2,
+    "dspark": OF_DSPARK,
+    "mtp": OF_MTP,
+    "oracle-with-inner": OF_DFLASH,
+}
 
 
 def prefill_arguments(rows=kit.BUCKET):
@@ -72,8 +85,7 @@ def test_fields_without_a_head_are_none_and_no_others(drafter):
     params = pairs()[drafter]
     scratch = init_scratch(params.draft.config, fixed=kit.standard(params))
     present = {name for name in SCRATCH_NAMES if getattr(scratch, name) is not None}
-    wanted = {"dflash2": OF_DFLASH2, "dflash": OF_DFLASH, "oracle-with-inner": OF_DFLASH}
-    assert present == wanted.get(drafter, OF_THE_TOKENS)
+    assert present == PRESENT.get(drafter, OF_THE_TOKENS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -185,15 +197,11 @@ def test_a_fixed_that_cannot_be_allocated_is_refused():
     fixed = kit.standard(pairs()["dflash2"])
     with pytest.raises(ValueError, match="cache_stride is 5, wanted 128 elements a page"):
         init_buffers(dataclasses.replace(fixed, cache_stride=5))
-    spec = ArraySpec((1,), "float32")
-    head = DraftFixed(spec, fixed.meta, spec, spec, 4, 4, 8, 1)
-    with pytest.raises(NotImplementedError, match="Fixed.draft is set"):
-        init_buffers(dataclasses.replace(fixed, draft=head))
 
 
 # One step from a scratch full of NaN, every field against the reference.
 
-ROWS = 8
+VERIFY_ROWS = 8
 
 
 def reference_scratch(pair, text):
@@ -204,15 +212,16 @@ def reference_scratch(pair, text):
     """
     draft = pair.drafter
     config, weights = draft.config, draft.weights
-    block = kit.reference_block(pair, text, ROWS)
+    rows = config.block_rows
+    block = kit.reference_block(pair, text, rows)
     last = config.num_layers - 1
     name = f"layers.{last}"
-    positions = len(text) - 1 + np.arange(ROWS)
+    positions = len(text) - 1 + np.arange(rows)
     x = block.trace[f"layer{last - 1}.out"]
     attention_in, finish_attention = draft._conv(last, "attention")(draft._norm(x, name, "input"))
     q = layers.rotate(draft._heads(attention_in, f"{name}.self_attn", "q"), positions, *draft.rope)
     k, v = block.trace[f"layer{last}.k_cache"], block.trace[f"layer{last}.v_cache"]
-    everything = np.arange(len(text) - 1 + ROWS)
+    everything = np.arange(len(text) - 1 + rows)
     allowed = layers.visible(positions, everything, config.is_causal[last], config.windows[last])
     mixed = layers.attention(q, k, v, allowed)
     x = x + finish_attention(layers.linear(mixed, weights, f"{name}.self_attn.o_proj"))
@@ -234,9 +243,9 @@ def reference_scratch(pair, text):
     fields = {
         "stream_buf": block.trace[f"layer{last}.out"],
         "norm_buf": block.hidden,
-        "q_buf": q.reshape(ROWS, -1),
-        "k_buf": k[-ROWS:].reshape(ROWS, -1),
-        "v_buf": v[-ROWS:].reshape(ROWS, -1),
+        "q_buf": q.reshape(rows, -1),
+        "k_buf": k[-rows:].reshape(rows, -1),
+        "v_buf": v[-rows:].reshape(rows, -1),
         "attn_out": mixed,
         "mlp_intermediate": inner,
         "mlp_up": up,
@@ -245,11 +254,18 @@ def reference_scratch(pair, text):
         "fused_kv_out": np.concatenate(fused, axis=1),
         "precompute_in": features,
         "position_ids": positions,
-        "option_b_indirect_args_dev": np.array([[len(text) - 1 + ROWS, *[len(text) - 1] * 2]]),
+        "option_b_indirect_args_dev": np.array([[len(text) - 1 + rows, *[len(text) - 1] * 2]]),
         "draft_tokens_dev": np.array([text[-1], *block.drafts]),
         "draft_tokens_host_pinned": np.array([text[-1], *block.drafts]),
         "logits": block.logits,
     }
+    if isinstance(draft, dspark.DSpark):
+        chain = draft.chain(block.hidden, text[-1])
+        return fields | {
+            "markov_embed": chain.latents[-1:],
+            "markov_bias": chain.bias[-1:],
+            "conf_out": draft.confidence_logits(block.hidden, chain.latents)[None],
+        }
     if not isinstance(draft, dflash2.DFlash2):
         return fields
     walk = draft.walk(block.hidden[1:], text[-1])
@@ -263,9 +279,25 @@ def reference_scratch(pair, text):
     }
 
 
-@pytest.mark.parametrize("kind", kit.DRAFTERS)
+def head_scratch(pair, text):
+    """The same of an MTP head, whose rows are drafts."""
+    hidden = pair.target.forward(text[:-1]).normed
+    drafts, outs, logits = pair.drafter.draft(hidden, text, VERIFY_ROWS - 1)
+    positions = len(text) - 2 + np.arange(VERIFY_ROWS - 1)
+    block = np.array([text[-1], *drafts])
+    return {
+        "norm_buf": outs,
+        "logits": logits,
+        "position_ids": positions,
+        "option_b_indirect_args_dev": np.array([[positions[-1] + 1, *[positions[-1]] * 2]]),
+        "draft_tokens_dev": block,
+        "draft_tokens_host_pinned": block,
+    }
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
 def test_one_step_fills_every_field_of_a_scratch_of_nan(kind):
-    pair = kit.pair(kind=kind)
+    pair = kit.pair(kind=kind, layers="one" if kind == "mtp" else "mixed")
     fixed = kit.sizes(pair.params, 3, max_context=1040, prefill_chunk=16)
     assert fixed.max_rows == fixed.num_rows  # so that a step fills the context rows whole
     requests = [kit.Request(kit.prompt(n), 20) for n in (3, 21, 40)]
@@ -277,9 +309,10 @@ def test_one_step_fills_every_field_of_a_scratch_of_nan(kind):
         pair.params, state, buffers, scratch, fixed=fixed, options=kit.OPTIONS
     )
     counts = np.asarray(out.verification.num_committed)
-    want = [reference_scratch(pair, text) for text in texts]
+    reference = head_scratch if kind == "mtp" else reference_scratch
+    want = [reference(pair, text) for text in texts]
     table = np.asarray(buffers.meta.block_table)
-    slots = np.full((3, ROWS), -1)
+    slots = np.full((3, VERIFY_ROWS), -1)
     for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
         positions = len(text) - 1 + np.arange(count)
         slots[row, :count] = table[row, positions // 4] * 4 + positions % 4
@@ -295,4 +328,4 @@ def test_one_step_fills_every_field_of_a_scratch_of_nan(kind):
         else:
             for row, part in enumerate(np.split(got, 3)):
                 kit.assert_close(part, want[row][name], f"{name} of sequence {row}")
-    assert left == (OF_DFLASH2 if kind == "dflash2" else OF_DFLASH)
+    assert left == PRESENT[kind]
