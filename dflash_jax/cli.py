@@ -1,7 +1,8 @@
-"""`dflash decode` and `dflash plan`: arguments, their checks, exit codes. jax comes after parsing.
+"""The `dflash` command: arguments, their checks, exit codes. jax comes after parsing.
 
 Text goes to stdout, progress and tables to stderr, and the last line of stdout is one JSON object.
-Exit code 0: done; 1: it failed, or `--check` found a difference; 2: the command was not right.
+Exit code 0: done; 1: it failed, `--check` found a difference or `doctor` a pair that cannot work;
+2: the command was not right.
 
 Example:
     dflash decode "What is the capital of France?" --max-new-tokens 64
@@ -52,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.command == "cache":
         return _cache(args)
+    if args.command in ("convert", "doctor"):
+        from dflash_jax import pair_commands
+
+        return pair_commands.run(args)
     if args.command == "decode":
         args.requests = _requests(args)
     from dflash_jax import commands
@@ -91,6 +96,14 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "plan", "print sizes and memory of a decode", "nothing is allocated or compiled"
     )
     _add_models(plan)
+    _add_doctor(
+        _command(
+            commands, "doctor", "explain a target and a drafter", "nothing is allocated or compiled"
+        )
+    )
+    _add_convert(
+        _command(commands, "convert", "write a drafter in another form", "all of it, or nothing")
+    )
     cache = _command(
         commands, "cache", "show what compiling left on disk", "downloaded models are not counted"
     )
@@ -172,6 +185,44 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         help="of weights and KV; default: float32 on CPU, bfloat16 on GPU",
     )
     group.add_argument("--impl", choices=IMPLS, default="auto", help="which form of each kernel")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", nargs="?", default="smollm2", metavar="TARGET", help="as --target of decode"
+    )
+    parser.add_argument(
+        "drafter",
+        nargs="?",
+        metavar="DRAFTER",
+        help="dflash2 or dflash (ours, for smollm2) or a checkpoint folder; default: dflash2 for "
+        "smollm2",
+    )
+    group = parser.add_argument_group("what memory is reckoned for")
+    group.add_argument("--batch", type=_at_least(1), default=1, metavar="B", help="sequences")
+    group.add_argument(
+        "--max-context", type=_at_least(2), metavar="S", help="tokens of each; default: up to 4096"
+    )
+    group.add_argument("--num-drafts", type=_at_least(1), metavar="N", help="drafts a cycle")
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV")
+    group.add_argument(
+        "--device-memory", type=_at_least(1), metavar="GIB", help="what the device has"
+    )
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a drafter's folder, or the name of ours")
+    parser.add_argument("destination", metavar="DST", help="a new folder")
+    parser.add_argument(
+        "--form", required=True, choices=("zlab", "deepspec", "speculators"), help="whose form"
+    )
+    parser.add_argument(
+        "--target",
+        metavar="NAME|DIR|FILE.gguf",
+        help="the drafter's target: copies of its embedding and head are recognised in SRC, and "
+        "written where the form keeps them",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the source's")
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.draft_weights import stored_dtype
 from dflash_jax.export import save_drafter
 from dflash_jax.params import DraftParams
 from dflash_jax.weights import PathLike, load_drafter, load_tables
@@ -35,6 +36,7 @@ def convert_drafter(
     destination = Path(destination)
     if destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise FileExistsError(f"{destination}: it exists, wanted a new folder")
+    dtype = stored_dtype(source) if dtype is None else dtype
     tables = None if target is None else load_tables(target, dtype=dtype)
     params = load_drafter(source, tables, dtype=dtype)
     if not isinstance(params, DraftParams):

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.config import DraftConfig
-from dflash_jax.draft_forms import draft_form
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.draft_forms import DraftForm, draft_form
 from dflash_jax.json_file import read_json
 from dflash_jax.layer_weights import read_layer
 from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
@@ -32,7 +32,7 @@ from dflash_jax.params import (
     TargetParams,
 )
 from dflash_jax.safetensors_io import read_checkpoint
-from dflash_jax.tensor_source import TensorSource, full_dtype, same_bits
+from dflash_jax.tensor_source import HeaderSource, TensorSource, full_dtype, same_bits
 
 PathLike = str | os.PathLike[str]
 
@@ -72,6 +72,15 @@ def read_draft_config(
     return _config(folder, tensors, _mask_embedding(folder), num_target_layers)
 
 
+def read_draft_form(path: PathLike, *, num_target_layers: int | None = None) -> DraftForm:
+    """In which publisher's form a drafter is, and its config under that form's flat keys."""
+    folder = drafter_folder(path)
+    tensors = _plain_names(folder, read_checkpoint(folder))
+    return draft_form(
+        _hf(folder, tensors, _mask_embedding(folder), num_target_layers), num_target_layers
+    )
+
+
 def load_drafter(
     path: PathLike, target: TargetParams | None = None, *, dtype: Any = None
 ) -> DraftParams | MtpParams:
@@ -103,9 +112,35 @@ def load_drafter(
         _drop_shared(source, target)
         config = replace(config, has_embed=_EMBED in source.names, has_head=_HEAD in source.names)
         check_pair(target.config, config, who=str(folder))
-    params = _read_drafter(source, config, mask, target)
+    params = _read_drafter(source, config, mask, None if target is None else target.config)
     source.finish()
     return params
+
+
+def check_tensors(path: PathLike, target: TargetConfig) -> int:
+    """Check every tensor of a drafter by the headers of its files, and count them.
+
+    Raises:
+      ValueError, NotImplementedError: as `load_drafter` for a target of that config.
+    """
+    folder = drafter_folder(path)
+    tensors = _plain_names(folder, read_checkpoint(folder))
+    mask = _mask_embedding(folder)
+    config = _config(folder, tensors, mask, target.num_layers)
+    source = HeaderSource(folder, tensors, _IGNORED_DRAFTER)
+    _refuse_foreign(source)
+    _read_drafter(source, config, mask, target)
+    source.finish()
+    return len(tensors)
+
+
+def stored_dtype(path: PathLike) -> np.dtype:
+    """dtype that a drafter's weights have in its file, or had before they became int8."""
+    folder = drafter_folder(path)
+    tensors = _plain_names(folder, read_checkpoint(folder))
+    name = "mtp.fc.weight" if has_head(tensors) else "fc.weight"
+    array = TensorSource(folder, tensors, ()).peek(name)
+    return full_dtype(folder, array, read_json(folder / "config.json"))
 
 
 def drafter_folder(path: PathLike) -> Path:
@@ -130,6 +165,17 @@ def _config(
     mask: MaskEmbedding | None,
     num_target_layers: int | None,
 ) -> DraftConfig:
+    hf = _hf(folder, tensors, mask, num_target_layers)
+    config = DraftConfig.from_hf(hf, num_target_layers=num_target_layers)
+    return replace(config, has_embed=_EMBED in tensors, has_head=_HEAD in tensors)
+
+
+def _hf(
+    folder: Path,
+    tensors: Mapping[str, np.ndarray],
+    mask: MaskEmbedding | None,
+    num_target_layers: int | None,
+) -> dict[str, Any]:
     """What config.json says; where it names no architecture, the tensors tell."""
     hf = read_json(folder / "config.json")
     if not hf.get("architectures") and hf.get("speculators_model_type") is None:
@@ -143,8 +189,7 @@ def _config(
                 f"{folder}: {MASK_EMBEDDING} is of token {mask.mask_id}, but mask_token_id is "
                 f"{said} in config.json"
             )
-    config = DraftConfig.from_hf(hf, num_target_layers=num_target_layers)
-    return replace(config, has_embed=_EMBED in tensors, has_head=_HEAD in tensors)
+    return hf
 
 
 def _architecture(names: Iterable[str]) -> str:
@@ -194,18 +239,18 @@ def _drop_shared(source: TensorSource, target: TargetParams) -> None:
 
 
 def _read_drafter(
-    source: TensorSource, c: DraftConfig, mask: MaskEmbedding | None, target: TargetParams | None
+    source: TensorSource, c: DraftConfig, mask: MaskEmbedding | None, target: TargetConfig | None
 ) -> DraftParams:
-    target_width = c.width if target is None else target.config.width
+    target_width = c.width if target is None else target.width
     fc = source.put("fc.weight", c.width, len(c.target_layer_ids) * target_width)
     layers = tuple(read_layer(source, f"layers.{i}.", c) for i in range(c.num_layers))
     first_key = c.num_heads * c.head_dim
     return DraftParams(
         fc=fc,
         hidden_norm=source.put("hidden_norm.weight", c.width),
-        fused_kv=_key_value_rows([layer.qkv for layer in layers], first_key),
+        fused_kv=source.place(_key_value_rows([layer.qkv for layer in layers], first_key)),
         fused_kv_bias=(
-            _key_value_rows([layer.qkv_bias for layer in layers], first_key)
+            source.place(_key_value_rows([layer.qkv_bias for layer in layers], first_key))
             if c.has_attention_bias
             else None
         ),
@@ -220,13 +265,13 @@ def _read_drafter(
         head=source.maybe(
             _HEAD, c.num_draft_ids, c.width, wanted=c.has_head or c.draft_vocab is not None
         ),
-        d2t=_read_map(source, c, c.vocab if target is None else target.config.vocab),
+        d2t=_read_map(source, c, c.vocab if target is None else target.vocab),
     )
 
 
-def _key_value_rows(joined: Iterable[jax.Array | None], first_key: int) -> jax.Array:
+def _key_value_rows(joined: Iterable[jax.Array | None], first_key: int) -> np.ndarray:
     """Key and value rows of every layer, one below the other; on the host, to compile nothing."""
-    return jax.device_put(np.concatenate([np.asarray(rows)[first_key:] for rows in joined]))
+    return np.concatenate([np.asarray(rows)[first_key:] for rows in joined])
 
 
 def _read_selector(source: TensorSource, c: DraftConfig) -> SelectorParams:
@@ -277,7 +322,7 @@ def _mask_row(source: TensorSource, c: DraftConfig, mask: MaskEmbedding) -> jax.
             f"{source.path / MASK_EMBEDDING}: {mask.vector.size} numbers, wanted hidden_size, "
             f"{c.width}"
         )
-    return jax.device_put(mask.vector.astype(source.dtype))
+    return source.place(mask.vector.astype(source.dtype))
 
 
 def _read_map(source: TensorSource, c: DraftConfig, vocab: int) -> jax.Array | None:
@@ -307,7 +352,7 @@ def _read_map(source: TensorSource, c: DraftConfig, vocab: int) -> jax.Array | N
         return None
     if not c.has_head:
         raise ValueError(f"{where} maps ids of a head, but 'lm_head.weight' is missing")
-    return jax.device_put(ids.astype(np.int32))
+    return source.place(ids.astype(np.int32))
 
 
 def _check_selection(source: TensorSource, c: DraftConfig, ids: np.ndarray) -> None:

@@ -19,7 +19,7 @@ def read_layer(source: TensorSource, at: str, c: TargetConfig | DraftConfig) -> 
         fused = f"{at}{module}_proj.{what}"
         folder = fused.rsplit(".", 2)[0]
         names = {f"{folder}.{part}_proj.{what}": rows for part, rows in parts.items()}
-        return jax.device_put(source.rows(fused, names, *rest))
+        return source.place(source.rows(fused, names, *rest))
 
     heads = {"q": query, "k": kv, "v": kv}
     return LayerParams(

@@ -44,14 +44,14 @@ class DrafterChoice:
             return no_drafter()
         if self.name == "prompt_lookup":
             return prompt_lookup_drafter(num_drafts=self.most)
-        return load_drafter(self._path, target)
+        return load_drafter(self.path, target)
 
     def config(self, target: TargetConfig) -> DrafterConfig:
         """The drafter's config, without its weights."""
-        if self.name in ("none", "prompt_lookup") or self.accepts is not None:
+        if not self.has_weights:
             params = self.load(None)
             return RuleConfig("oracle", self.most) if params is None else params.config
-        return read_draft_config(self._path, num_target_layers=target.num_layers)
+        return read_draft_config(self.path, num_target_layers=target.num_layers)
 
     @property
     def most(self) -> int:
@@ -59,7 +59,11 @@ class DrafterChoice:
         return self.num_drafts or RULE_DRAFTS
 
     @property
-    def _path(self) -> str:
+    def has_weights(self) -> bool:
+        return self.name not in ("none", "prompt_lookup") and self.accepts is None
+
+    @property
+    def path(self) -> str:
         return f"{DEFAULT_TARGET}-{self.name}" if self.name in OUR_DRAFTERS else self.name
 
 

@@ -68,10 +68,14 @@ class TensorSource:
                 f"{self.path}: tensor {name!r} is {array.dtype}, supported are float32, float16 "
                 "and bfloat16"
             )
-        return array.astype(self.dtype if dtype is None else dtype)
+        return self._read(array).astype(self.dtype if dtype is None else dtype)
 
     def put(self, name: str, *shape: int) -> jax.Array:
-        return jax.device_put(self.take(name, *shape))
+        return self.place(self.take(name, *shape))
+
+    def place(self, array: np.ndarray) -> jax.Array:
+        """Put on the device what was made of taken tensors."""
+        return jax.device_put(array)
 
     def maybe(self, name: str, *shape: int, wanted: bool) -> jax.Array | None:
         return self.put(name, *shape) if wanted else None
@@ -104,9 +108,24 @@ class TensorSource:
                         f"{list(scale.shape)} for an int8 {list(array.shape)}, wanted float32 "
                         f"{list(wanted)} and a matrix"
                     )
-                wide = array.astype(np.float32) * np.expand_dims(scale, 1 - axis)
+                scale = self._read(scale) if axis == 0 else scale
+                wide = self._read(array).astype(np.float32) * np.expand_dims(scale, 1 - axis)
                 return wide.astype(self.dtype)
         raise ValueError(f"{self.path}: tensor {name!r} is int8 and has no {name + '.scale'!r}")
+
+    def _read(self, array: np.ndarray) -> np.ndarray:
+        """What is read of a tensor that was checked: all of it."""
+        return array
+
+
+class HeaderSource(TensorSource):
+    """Checks names, shapes and dtypes, and reads no numbers: what it takes has no rows."""
+
+    def place(self, array: np.ndarray) -> Any:
+        return array
+
+    def _read(self, array: np.ndarray) -> np.ndarray:
+        return array[:0]
 
 
 def full_dtype(path: Path, array: np.ndarray, hf: Mapping[str, Any]) -> np.dtype:
