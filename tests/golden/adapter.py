@@ -532,12 +532,58 @@ def _record(start, anchor, out, buffers):
     )
 
 
-def _plan(params, *, capacity, batch=1):
+def head_drafts(params, hidden, tokens, lengths, num_drafts):
+    """What an MTP head makes of committed texts of `lengths`, one sequence each.
+
+    Args:
+      hidden: [T, E] the target's rows; tokens: [T + 1] ids; every text is a start of them.
+    Returns:
+      drafts [B, J], the head's outputs [B, J, E] and logits [B, J, V].
+    """
+    batch = len(lengths)
+    fixed = _plan(params, capacity=len(tokens) + num_drafts, batch=batch, num_drafts=num_drafts)
+    state = init_state(fixed).replace(
+        seq_lens=jnp.asarray(lengths, jnp.int32),
+        anchor=jnp.asarray(tokens[np.asarray(lengths)], jnp.int32),
+        status=jnp.full((batch,), int(Status.ACTIVE), jnp.int32),
+    )
+    buffers = _with_pages(init_buffers(fixed), fixed)
+    scratch = init_scratch(params.draft.config, fixed=fixed)
+    rows = jnp.asarray(hidden, params.target.embed.dtype), jnp.asarray(tokens, jnp.int32)
+    got = _head_step(params, *rows, state, buffers, scratch, fixed=fixed)
+    drafts, *rest = (np.asarray(x) for x in got)
+    return drafts, *(_f32(x).reshape(batch, num_drafts, -1) for x in rest)
+
+
+@partial(jax.jit, static_argnames="fixed")
+def _head_step(params, hidden, tokens, state, buffers, scratch, *, fixed):
+    """Commit every text in one call, then propose."""
+    count, drafter = hidden.shape[0], drafters.get(params.draft)
+    offset = jnp.tile(jnp.arange(count, dtype=jnp.int32)[None], (fixed.batch, 1))
+    slots = slots_at(buffers.meta.block_table, offset, fixed.page_size)
+    slots = jnp.where(offset < state.seq_lens[:, None], slots, -1)
+    committed = CommittedRows(
+        tokens=tokens[offset].reshape(-1),
+        next_tokens=tokens[offset + 1].reshape(-1),
+        features=jnp.zeros((fixed.batch * count, 0), hidden.dtype),
+        hidden=hidden[offset].reshape(-1, hidden.shape[1]),
+        positions=offset.reshape(-1),
+        slots=slots.reshape(-1),
+        sequences=jnp.repeat(jnp.arange(fixed.batch, dtype=jnp.int32), count),
+    )
+    buffers, scratch = drafter.advance(params, committed, buffers, scratch, fixed=fixed)
+    rows = jnp.full((fixed.batch,), fixed.verify_rows, jnp.int32)
+    proposal, _, scratch = drafter.propose(params, state, rows, buffers, scratch, fixed=fixed)
+    return proposal.tokens, scratch.norm_buf, scratch.logits
+
+
+def _plan(params, *, capacity, batch=1, num_drafts=None):
     return plan(
         params.target.config,
         params.draft.config,
         batch=batch,
         max_context=capacity,
+        num_drafts=num_drafts,
         page_size=PAGE_SIZE,
         prefill_chunk=32,
         dtype=str(params.target.embed.dtype),

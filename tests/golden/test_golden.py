@@ -212,6 +212,26 @@ def check_spec_generate(case, arrays):
     check_sampled(params, arrays)
 
 
+def check_mtp(case, arrays):
+    """Every row of the first step as the first draft of a text that ends there, and a chain.
+
+    Later teacher-forced steps have a layout of training's own; the reference reproduces them.
+    """
+    params = adapter.load_pair(case.target_folder, case.target_folder)
+    ids, hidden = arrays["input_ids"][0], arrays["target_hidden_post_final_norm"][0]
+    text = np.append(ids, arrays["chain.anchor"][0, 0])
+    want = arrays["step0.hidden"][0]
+    lengths = 1 + np.arange(len(want))
+    _, out, logits = adapter.head_drafts(params, hidden, text, lengths, 1)
+    close(case, "step0.hidden", out[:, 0], want)
+    close(case, "step0.logits", logits[:, 0], arrays["step0.logits"][0])
+    count = arrays["chain.draft_ids"].shape[1]
+    drafts, out, logits = adapter.head_drafts(params, hidden, text, [len(ids)], count)
+    np.testing.assert_array_equal(drafts[0], arrays["chain.draft_ids"][0])
+    close(case, "chain.hidden", out[0], arrays["chain.hidden"][0])
+    close(case, "chain.logits", logits[0], arrays["chain.logits"][0])
+
+
 def check_markov_heads(case, arrays):
     """Each Markov head alone: with the predecessors given, and greedily."""
     for kind in ("vanilla", "gated", "rnn"):
@@ -350,6 +370,7 @@ CHECKS = {
     "dflash_spec_generate": check_spec_generate,
     "dflash2_spec_generate": check_spec_generate,
     "rejection": check_rejection,
+    "mtp": check_mtp,
     "dspark_forward": check_forward,
     "dspark_modules": check_markov_heads,
     "dspark_spec_generate": check_spark_generate,
