@@ -1,8 +1,8 @@
 """Write a tiny random target and drafter in public checkpoint formats, for tests and notebooks.
 
-The target is a Qwen3 or Llama folder with a byte-level tokenizer and a chat template; the drafter
-is a DFlash, DFlash2 or DSpark folder for it, or one with an MTP head. NumPy only: no jax, no
-network, a few hundred kB.
+The target is a Qwen3 or Llama folder, or one of `tiny_hybrid`'s, with a byte-level tokenizer and a
+chat template; the drafter is a DFlash, DFlash2 or DSpark folder for it, or one with an MTP head.
+NumPy only: no jax, no network, a few hundred kB.
 
 Example:
     python scripts/make_tiny.py /tmp/tiny --target qwen3 --drafter dflash2
@@ -20,7 +20,10 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, `scripts` is no package
+
 from dflash_jax.safetensors_io import write_file
+from scripts import tiny_hybrid
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ARCHITECTURES = {
@@ -29,6 +32,7 @@ ARCHITECTURES = {
     "dspark": "DSparkDraftModel",
     "mtp": "MtpDraftModel",
 }
+TARGETS = ("qwen3", "llama", *tiny_hybrid.ARCHITECTURES)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -67,7 +71,7 @@ def write_tiny_pair(
 
     Args:
       folder: made if it does not exist.
-      target: "qwen3" or "llama".
+      target: "qwen3", "llama", "qwen3_moe", "qwen3_next" or "qwen3_5".
       drafter: "dflash", "dflash2", "dspark" or "mtp".
       seed: of all weights.
       dtype: "float32" or "bfloat16".
@@ -83,7 +87,10 @@ def write_tiny_pair(
     _write_model(pair.target, hf, _target_tensors(hf, rng), dtype)
     _write_tokenizer(pair.target)
     _write_json(pair.target / "generation_config.json", {"eos_token_id": [305, 303]})
-    draft = drafter_config(drafter, hf, block_size)
+    # An MTP head is of the target's kind; other drafters are dense, whatever the target is.
+    is_own_kind = drafter == "mtp" or target not in tiny_hybrid.ARCHITECTURES
+    base = hf if is_own_kind else target_config("qwen3", num_layers, tied, dtype)
+    draft = drafter_config(drafter, base, block_size)
     changes = dict(draft_config or {})
     if drafter == "mtp":
         draft |= changes
@@ -91,16 +98,18 @@ def write_tiny_pair(
     else:
         draft["dflash_config"] |= changes.pop("dflash_config", {})
         draft |= changes
-        tensors = _drafter_tensors(draft, hf["hidden_size"], rng)
+        tensors = _drafter_tensors(draft, base["hidden_size"], rng)
     _write_model(pair.drafter, draft, tensors, dtype)
     return pair
 
 
 def target_config(kind: str, num_layers: int, tied: bool, dtype: str) -> dict[str, Any]:
     """config.json of the target: width 64, four query and two kv heads of 16, vocabulary 307."""
+    if kind in tiny_hybrid.ARCHITECTURES:
+        return tiny_hybrid.config_of(kind, target_config("qwen3", num_layers, tied, dtype))
     architectures = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     if kind not in architectures:
-        raise ValueError(f"target {kind!r}, wanted one of {', '.join(architectures)}")
+        raise ValueError(f"target {kind!r}, wanted one of {', '.join(TARGETS)}")
     return {
         "architectures": [architectures[kind]],
         "model_type": kind,
@@ -200,16 +209,28 @@ def _layer(config: Mapping[str, Any], rng: np.random.Generator, has_qk_norm: boo
     return layer
 
 
-def _target_tensors(config: Mapping[str, Any], rng: np.random.Generator) -> dict:
+def _target_tensors(hf: Mapping[str, Any], rng: np.random.Generator) -> dict:
+    config = tiny_hybrid.text_of(hf)
     vocab, width = config["vocab_size"], config["hidden_size"]
-    tensors = {"model.embed_tokens.weight": rng.standard_normal((vocab, width))}
-    for i in range(config["num_hidden_layers"]):
-        layer = _layer(config, rng, has_qk_norm=config["model_type"] == "qwen3")
-        tensors |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
-    tensors["model.norm.weight"] = _gain(rng, width)
+    at = "model.language_model." if "text_config" in hf else "model."
+    tensors = {f"{at}embed_tokens.weight": rng.standard_normal((vocab, width))}
+    last = config["num_hidden_layers"] - 1
+    for i in range(last + 1):
+        layer = _target_layer(config, rng, is_full_attention=i == last)
+        tensors |= {f"{at}layers.{i}.{name}": x for name, x in layer.items()}
+    tensors[f"{at}norm.weight"] = _gain(rng, width)
+    tensors |= tiny_hybrid.outer_tensors(hf)
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = 4.0 * _matrix(rng, vocab, width)
     return tensors
+
+
+def _target_layer(config: Mapping[str, Any], rng, *, is_full_attention: bool) -> dict:
+    """A layer of the target's kind; in a dense one every layer is full attention."""
+    if config["model_type"] in ("qwen3", "llama"):
+        return _layer(config, rng, has_qk_norm=config["model_type"] == "qwen3")
+    is_full_attention |= config["model_type"] == "qwen3_moe"
+    return tiny_hybrid.layer_tensors(config, rng, is_full_attention)
 
 
 def _drafter_tensors(config: Mapping[str, Any], target_width: int, rng) -> dict:
@@ -257,12 +278,13 @@ def _spark_heads(vocab: int, width: int, nested: Mapping[str, Any], rng) -> dict
     return heads
 
 
-def _mtp_tensors(config: Mapping[str, Any], rng: np.random.Generator) -> dict:
+def _mtp_tensors(hf: Mapping[str, Any], rng: np.random.Generator) -> dict:
+    config = tiny_hybrid.text_of(hf)
     width = config["hidden_size"]
     tensors = {"fc.weight": _matrix(rng, width, 2 * width)}
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         tensors[f"{name}.weight"] = _gain(rng, width)
-    layer = _layer(config, rng, has_qk_norm=config["model_type"] == "qwen3")
+    layer = _target_layer(config, rng, is_full_attention=True)
     tensors |= {f"layers.0.{name}": x for name, x in layer.items()}
     return {f"mtp.{name}": x for name, x in tensors.items()}
 
@@ -309,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="gets the folders target and drafter")
-    parser.add_argument("--target", choices=("qwen3", "llama"), default="qwen3")
+    parser.add_argument("--target", choices=TARGETS, default="qwen3")
     parser.add_argument("--drafter", choices=tuple(ARCHITECTURES), default="dflash2")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--block-size", type=int, default=8, help="rows of a verification")
