@@ -50,7 +50,7 @@ def draft_parameters(c: DraftConfig) -> int:
         count += rank * (c.vocab + c.num_draft_ids + mix[c.markov_kind])
     if c.has_confidence:
         count += c.width + 1 + (c.markov_rank if c.confidence_reads_markov else 0)
-    return count
+    return count + c.width * (c.has_embed * c.vocab + c.has_head * c.num_draft_ids)
 
 
 def head_parameters(c: MtpConfig) -> int:

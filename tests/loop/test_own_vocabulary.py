@@ -34,7 +34,7 @@ def permuted(params, seed=0):
     )
 
 
-@pytest.mark.parametrize("kind", ["dflash2"])
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_a_permuted_head_with_its_map_drafts_the_same_tokens(kind):
     """The first block against the reference, which shares its target's tables; then the law."""
     pair = kit.pair(kind=kind, layers="one")

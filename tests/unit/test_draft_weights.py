@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from dflash_jax.mask_embedding import NAME, write_mask_embedding
+from dflash_jax.memory import draft_parameters
 from dflash_jax.safetensors_io import read_file, write_file
 from dflash_jax.weights import load_drafter, load_target, read_draft_config
 from scripts.make_tiny import write_tiny_pair
@@ -86,6 +88,8 @@ def test_speculators_tables_are_loaded_and_the_map_made_absolute(pair, target):
     assert draft.config.draft_vocab == REDUCED and draft.config.num_draft_ids == REDUCED
     assert draft.config.has_embed and draft.config.has_head
     assert read_draft_config(pair.drafter, num_target_layers=3) == draft.config
+    floats = [x for x in jax.tree.leaves(draft) if x.dtype == np.float32]
+    assert draft_parameters(draft.config) == sum(x.size for x in floats)
 
 
 def test_a_drafter_without_tables_uses_its_targets(pair, target):

@@ -90,7 +90,7 @@ def test_a_wrong_command_ends_with_code_two(refused, changes, says):
 
 def test_a_drafter_of_another_target_ends_with_code_one(refused):
     code, err = refused("--drafters", "dflash2")
-    assert code == 1 and "dflash2: drafter has hidden_size 576, its target has 64" in err
+    assert code == 1 and "dflash2: hidden_size is 576 for the drafter and 64 for the target" in err
 
 
 def test_a_target_that_is_not_there_ends_with_code_one(refused, tmp_path):
