@@ -37,6 +37,12 @@ def misfits(target: TargetConfig, draft: DraftConfig | MtpConfig) -> Iterator[Mi
     if draft.vocab < target.vocab or (draft.vocab > target.vocab and not draft.has_embed):
         reason = unequal("vocab_size", draft.vocab, target.vocab)
         yield Misfit("vocabulary", reason, f"{other}, or one with an embedding of its own")
+    elif draft.vocab > target.vocab and (draft.draft_vocab is not None or draft.markov_rank):
+        what = (
+            "a Markov head" if draft.draft_vocab is None else f"a head of {draft.draft_vocab} ids"
+        )
+        reason = f"vocab_size {draft.vocab} is above the target's {target.vocab}"
+        yield Misfit("vocabulary", f"{reason}, which is not supported beside {what}", other)
     if draft.num_target_layers != target.num_layers:
         reason = unequal("num_target_layers", draft.num_target_layers, target.num_layers)
         yield Misfit("taps", reason, other)

@@ -118,7 +118,7 @@ def _layer_specs(draft: DraftConfig, fixed: Fixed) -> dict[str, ArraySpec | None
         fused_kv_out=ArraySpec((width, draft.num_layers * 2 * kv), dtype),
         slot_mapping_dev=ArraySpec((width,), "int32"),
         precompute_in=ArraySpec((width, taps * draft.width), dtype),
-        logits=ArraySpec((drafts, draft.num_draft_ids), "float32"),
+        logits=ArraySpec((drafts, min(draft.num_draft_ids, fixed.logits.shape[1])), "float32"),
         position_ids=ArraySpec((rows,), "int32"),
     )
     if draft.markov_rank:

@@ -29,11 +29,12 @@ def draft_logits(
     """Transformed logits f32[J, Vd] of final-norm rows [..., E]: a multiplier, then a soft cap.
 
     A column that maps to padding of the target's vocabulary is masked here; without a map such
-    columns come last, and `num_choices` leaves them out.
+    columns come last, and `num_choices` leaves them out. Those beyond the target's are cut off.
     """
     config = draft.config
     head = target.lm_head if draft.head is None else draft.head
     logits = logits_of(rows.reshape(-1, rows.shape[-1]), head, impl=impl)
+    logits = logits[:, : target.config.vocab]
     if config.output_multiplier != 1.0:
         logits = logits * config.output_multiplier
     if config.soft_cap is not None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.drafters import vocabulary
+from dflash_jax.pairs import check_pair
+from dflash_jax.scratch import scratch_specs
 from pallas_kernels import MASK_VALUE
 from tests import kit
 
@@ -75,6 +77,20 @@ def test_what_a_drafter_has_of_its_own_goes_before_its_targets():
     )
     logits = vocabulary.draft_logits(shared, target, rows)
     kit.assert_close(vocabulary.draft_logits(own, target, rows), logits[:, :100])
+
+
+def test_columns_beyond_the_targets_vocabulary_are_cut_off():
+    params = kit.pair(kind="dflash", layers="one").params
+    target = params.target
+    wide = jnp.concatenate([target.lm_head, jnp.ones((13, 64), jnp.float32)])
+    config = replace(params.draft.config, vocab=320, has_embed=True, has_head=True)
+    draft = params.draft.replace(head=wide, embed=wide, config=config)
+    logits = vocabulary.draft_logits(draft, target, jnp.ones((1, 64), jnp.float32))
+    assert logits.shape == (1, 307) and vocabulary.num_choices(draft, target) == 307
+    fixed = kit.sizes(params.replace(draft=draft), 1, max_context=64)
+    assert scratch_specs(config, fixed)["logits"].shape == (7, 307)
+    with pytest.raises(ValueError, match="320 is above the target's 307, which is not supported"):
+        check_pair(target.config, replace(config, draft_vocab=100))
 
 
 def test_padding_of_the_targets_vocabulary_is_not_chosen_through_a_map():
