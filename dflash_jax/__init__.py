@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dflash_jax.loop import decode, decode_autoregressive, prefill, step
     from dflash_jax.options import DecodeOptions
     from dflash_jax.params import Params
+    from dflash_jax.sampling import SamplingOptions
     from dflash_jax.scratch import DflashScratch, init_scratch
     from dflash_jax.state import Buffers, DecodeState, init_buffers, init_state
     from dflash_jax.stats import Stats
@@ -35,6 +36,7 @@ _HOME = {
     "loop": ("decode", "decode_autoregressive", "prefill", "step"),
     "options": ("DecodeOptions",),
     "params": ("Params",),
+    "sampling": ("SamplingOptions",),
     "scratch": ("DflashScratch", "init_scratch"),
     "state": ("Buffers", "DecodeState", "init_buffers", "init_state"),
     "stats": ("Stats",),
@@ -53,6 +55,7 @@ __all__ = [
     "Fixed",
     "Params",
     "Proposal",
+    "SamplingOptions",
     "Stats",
     "TargetConfig",
     "Verification",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import jax
 import numpy as np
 
 from dflash_jax.fixed import Fixed, plan
-from dflash_jax.job import Job, Prompt, Tracked, prepare
+from dflash_jax.job import Job, Prompt, Sampling, prepare
 from dflash_jax.loop import FirstToken
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
@@ -26,6 +26,7 @@ from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState, Status
 from dflash_jax.stats import Stats
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tracked import Tracked
 
 __all__ = ["DecodeError", "Generation", "generate", "start", "stream", "summary"]
 
@@ -35,7 +36,11 @@ _FINISH_REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.CONTEXT:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """What came out for one prompt. `ids` hold the stop token, if one ended it; `text` does not."""
+    """What came out for one prompt.
+
+    `ids` hold the stop token that ended it, or all tokens up to the one that completes a stop
+    string; `text` holds neither.
+    """
 
     ids: tuple[int, ...]
     text: str | None  # None without a tokenizer
@@ -43,6 +48,9 @@ class Generation:
     stats: Stats
     hashes: tuple[int, ...] | None  # u32 hash of the logits behind each id, if certified
     batch_index: int  # which batch of the call it was part of
+    logprobs: tuple[float, ...] | None = None  # of each id under the model itself, if asked for
+    seed: int | None = None  # that gives the same answer again; None if nothing was drawn
+    stop_string: str | None = None  # the one that ended it
 
 
 def generate(
@@ -57,6 +65,8 @@ def generate(
     max_context: int | None = None,
     eos_ids: Sequence[int] | None = None,
     plain: bool = False,
+    sampling: Sampling = None,
+    draft_sampling: bool | None = None,
     certify: bool = False,
     cycles: int = 8,
     impl: str = "auto",
@@ -64,7 +74,7 @@ def generate(
     on_finish: Callable[[int, Generation], None] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[Generation]:
-    """Decode every prompt greedily and return one Generation each, in order.
+    """Decode every prompt and return one Generation each, in order.
 
     Args:
       params: the pair.
@@ -78,6 +88,11 @@ def generate(
         power of two, so that prompts of a bucket share an executable.
       eos_ids: tokens that end an answer; an empty list ignores the tokenizer's.
       plain: keep no draft: the same executable, one token a cycle.
+      sampling: how tokens are picked, one SamplingOptions for all or one each; by default greedily.
+        Options with a seed give every prompt that seed, so an answer does not depend on the others.
+      draft_sampling: draw the drafts too, from the drafter's distribution, or take its best tokens;
+        by default what suits the drafter. The answers follow the target's distribution either way;
+        without it they are, for one seed, those of `plain`.
       certify: hash each row's logits.
       cycles: cycles a dispatch to the device.
       impl: which form of each kernel.
@@ -102,6 +117,8 @@ def generate(
         max_context=max_context,
         eos_ids=eos_ids,
         plain=plain,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
         options=DecodeOptions(cycles=cycles, impl=impl, certify=certify),
         progress=progress,
     )
@@ -144,6 +161,7 @@ def start(
     max_new_tokens: int | Sequence[int] = 128,
     eos_ids: Sequence[int] | None = None,
     plain: bool = False,
+    sampling: Sampling = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 (frozen)
 ) -> tuple[list[FirstToken], DecodeState, Buffers, DflashScratch]:
     """Give one batch its pages and run its prompts, ready for `step` or `decode`.
@@ -153,7 +171,9 @@ def start(
       prompts: at most `fixed.batch`, texts or token ids; the rest of the batch stays empty.
       fixed: sizes from `plan`, for this pair and its dtype.
       tokenizer, max_new_tokens, eos_ids, plain: as for `generate`, the budget at least 1.
-      options: as for `step`; `cycles` is not used here.
+      sampling: as for `generate`, but for stop strings, which only `generate` looks for.
+      options: as for `step`; `cycles` is not used here. What `sampling` asks for must be in
+        `options.sampling` (see `sampling.mode_of`).
     Returns:
       The first token of each prompt, which is its anchor, then the carriers.
 
@@ -170,6 +190,7 @@ def start(
         batch=fixed.batch,
         eos_ids=eos_ids,
         plain=plain,
+        sampling=sampling,
         options=options,
         fixed=fixed,
     )
@@ -177,6 +198,8 @@ def start(
         raise ValueError(f"start: {len(job.sequences)} prompts for a batch of {fixed.batch}")
     if any(one.budget < 1 for one in job.sequences):
         raise ValueError("start: max_new_tokens is 0, wanted at least 1: prefill samples a token")
+    if any(one.sampling.stop for one in job.sequences):
+        raise ValueError("start: stop strings are given, which only generate looks for")
     firsts, carriers = prefill_batch(job, job.sequences, fresh_carriers(job))
     return firsts, *carriers
 
@@ -259,6 +282,9 @@ def _generation(job: Job, one: Tracked) -> Generation:
         stats=stats,
         hashes=tuple(one.hashes) if job.options.certify else None,
         batch_index=one.batch_index,
+        logprobs=tuple(one.logprobs) if one.sampling.logprobs else None,
+        seed=one.sampling.seed,
+        stop_string=one.stop_string,
     )
 
 
@@ -277,5 +303,6 @@ def _settings(job: Job) -> dict[str, Any]:
         "cycles_a_dispatch": job.options.cycles,
         "impl": job.options.impl,
         "plain": job.plain,
+        "sampling": None if job.options.sampling is None else asdict(job.options.sampling),
         "executable": job.report.executable,
     }

@@ -5,23 +5,28 @@ What is wrong with a request is said here, in one sentence.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
+from dflash_jax import drafters
 from dflash_jax.config import TargetConfig
 from dflash_jax.fixed import Fixed, plan
 from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
+from dflash_jax.sampling import GREEDY, SEED_BITS, SamplingMode, SamplingOptions, mode_of
 from dflash_jax.shapes import check_integers
-from dflash_jax.state import MAX_STOP_IDS, Status
+from dflash_jax.state import MAX_STOP_IDS
 from dflash_jax.tokenizer import StreamDecoder, Tokenizer
+from dflash_jax.tracked import Tracked
 from pallas_kernels import check_impl
 
 Prompt = str | Sequence[int]
+Sampling = SamplingOptions | Sequence[SamplingOptions] | None
 
 PREFILL_CHUNK = 512  # most prompt tokens a prefill call takes
 MIN_BUCKET = 16  # prompts are padded to powers of two from here
@@ -54,41 +59,6 @@ def sizes_for(
         prefill_chunk=min(PREFILL_CHUNK, power_of_two(max_context, MIN_BUCKET)),
         dtype=dtype,
     )
-
-
-@dataclass(slots=True, eq=False)
-class Tracked:
-    """One prompt on its way: what the device has reported of it so far."""
-
-    index: int
-    prompt: np.ndarray  # i32[T]
-    budget: int
-    decoder: StreamDecoder | None
-    batch_index: int = 0
-    status: int = Status.EMPTY
-    ids: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    cycles: list[dict[str, np.ndarray]] = field(default_factory=list)  # records, one a chunk
-    started: float = 0.0
-    ttft: float = float("nan")
-    decode_seconds: float = 0.0
-    text: str = ""
-    num_read: int = 0  # ids that are in `text`, or with the decoder
-
-    def take_text(self) -> str:
-        """The text of the ids that came in since the last call; all of it once finished.
-
-        A stop token is no text, even when it is an ordinary token that the caller chose.
-        """
-        if self.decoder is None:
-            return ""
-        end = len(self.ids) - (self.status == Status.STOP)
-        piece = self.decoder.push(self.ids[self.num_read : end])
-        self.num_read = len(self.ids)
-        if self.status != Status.ACTIVE:
-            piece += self.decoder.flush()
-        self.text += piece
-        return piece
 
 
 @dataclass(slots=True)
@@ -127,12 +97,15 @@ def prepare(
     max_context: int | None = None,
     eos_ids: Sequence[int] | None = None,
     plain: bool = False,
+    sampling: Sampling = None,
+    draft_sampling: bool | None = None,
     progress: Callable[[str], None] | None = None,
     fixed: Fixed | None = None,
 ) -> Job:
     """Check a request and choose its sizes; nothing is compiled or put on the device.
 
-    With `fixed` the sizes are settled: `num_drafts`, `page_size` and `max_context` are its own.
+    With `fixed` the sizes are settled: `num_drafts`, `page_size` and `max_context` are its own, and
+    so is what `options.sampling` can do.
     """
     target = params.target.config
     if fixed is not None:
@@ -145,6 +118,11 @@ def prepare(
     if options.cycles < 1:
         raise ValueError(f"generate: cycles is {options.cycles}, wanted at least 1")
     budgets = _budgets(max_new_tokens, len(prompts))
+    requests = _requests(sampling, len(prompts), target.real_vocab, tokenizer)
+    mode = mode_of(requests, samples_drafts=_samples_drafts(params, requests, draft_sampling))
+    if fixed is None:
+        options = replace(options, sampling=mode)
+    _check_mode(mode, options.sampling)
     limit = min(max_context or target.max_context, target.max_context)
     sequences = [
         Tracked(
@@ -152,9 +130,12 @@ def prepare(
             _prompt_ids(prompt, tokenizer, f"prompt {index}", target.real_vocab, limit),
             min(budget, limit + 1),  # more than the context holds, and it fits the device's i32
             StreamDecoder(tokenizer) if tokenizer is not None else None,
+            request,
             batch_index=index // batch,
         )
-        for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+        for index, (prompt, budget, request) in enumerate(
+            zip(prompts, budgets, requests, strict=True)
+        )
     ]
     longest = max((len(one.prompt) + one.budget for one in sequences), default=2)
     if fixed is None:
@@ -182,6 +163,66 @@ def prepare(
         progress=progress or (lambda words: None),
         report=Report(),
     )
+
+
+def _requests(
+    sampling: Sampling, count: int, vocab: int, tokenizer: Tokenizer | None
+) -> list[SamplingOptions]:
+    """One SamplingOptions a prompt, those that draw with a seed; without one each gets its own."""
+    if sampling is None or isinstance(sampling, SamplingOptions):
+        given = [sampling or GREEDY] * count
+    else:
+        given = list(sampling)
+    if len(given) != count:
+        raise ValueError(f"generate: {len(given)} sampling options for {count} prompts")
+    for one in given:
+        if not isinstance(one, SamplingOptions):
+            raise TypeError(f"generate: sampling is {one!r}, wanted SamplingOptions")
+        outside = [index for index in dict(one.logit_bias) if not 0 <= index < vocab]
+        if outside:
+            raise ValueError(
+                f"generate: logit_bias has token id {outside[0]}, outside the vocabulary of {vocab}"
+            )
+        if one.stop and tokenizer is None:
+            raise ValueError(f"generate: stop is {one.stop}, texts need a tokenizer")
+    return [
+        replace(one, seed=secrets.randbits(SEED_BITS))
+        if one.is_random and one.seed is None
+        else one
+        for one in given
+    ]
+
+
+def _samples_drafts(
+    params: Params, requests: Sequence[SamplingOptions], wanted: bool | None
+) -> bool:
+    """Whether the drafter draws its drafts: as wanted, else by its kind."""
+    if wanted is not None and not isinstance(wanted, bool):
+        raise TypeError(f"generate: draft_sampling is {wanted!r}, wanted True, False or None")
+    default = drafters.draws_drafts(params.draft.config)
+    if wanted and default is None:
+        raise ValueError(
+            f"generate: draft_sampling is True, but drafter {params.draft.config.kind!r} has no "
+            "distribution to draw from"
+        )
+    if wanted and not any(one.is_random for one in requests):
+        raise ValueError("generate: draft_sampling is True, but no temperature is above 0")
+    return bool(default if wanted is None else wanted)
+
+
+def _check_mode(needed: SamplingMode | None, given: SamplingMode | None) -> None:
+    """Refuse requests that ask for what the compiled step leaves out."""
+    if needed is None:
+        return
+    names = [name for name in needed.__slots__ if getattr(needed, name)]
+    missing = [name for name in names if not (given and getattr(given, name))]
+    if "samples_drafts" in missing and given is not None:  # a drafter may draw or not
+        missing.remove("samples_drafts")
+    if missing:
+        raise ValueError(
+            f"start: sampling asks for {', '.join(missing)}, which options.sampling leaves out; "
+            f"wanted {needed}"
+        )
 
 
 def _budgets(max_new_tokens: int | Sequence[int], count: int) -> list[int]:

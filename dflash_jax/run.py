@@ -15,11 +15,13 @@ import numpy as np
 
 from dflash_jax import loop
 from dflash_jax.fixed import Fixed
-from dflash_jax.job import Job, Tracked, chunks
+from dflash_jax.job import Job, chunks
 from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.pages import PageAllocator, block_table, pages_for
+from dflash_jax.sampling import SamplingMode, sampling_state
 from dflash_jax.scratch import DflashScratch, init_scratch
 from dflash_jax.state import MAX_STOP_IDS, Buffers, DecodeState, Status, init_buffers, init_state
+from dflash_jax.tracked import Tracked
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 Carriers = tuple[DecodeState, Buffers, DflashScratch]
@@ -49,14 +51,18 @@ def run(job: Job) -> Generator[Tracked, None, None]:
 
 def fresh_carriers(job: Job) -> Carriers:
     """Fresh carriers where the weights are, so that all calls see arrays of one placement."""
-    fresh = _init_carriers(draft=job.params.draft.config, fixed=job.fixed)
+    fresh = _init_carriers(
+        draft=job.params.draft.config, fixed=job.fixed, sampling=job.options.sampling
+    )
     return jax.device_put(fresh, job.params.target.embed.sharding)
 
 
-@partial(jax.jit, static_argnames=("draft", "fixed"))
-def _init_carriers(*, draft: DrafterConfig, fixed: Fixed) -> Carriers:
+@partial(jax.jit, static_argnames=("draft", "fixed", "sampling"))
+def _init_carriers(
+    *, draft: DrafterConfig, fixed: Fixed, sampling: SamplingMode | None
+) -> Carriers:
     """All of them by one program: filling a hundred arrays one by one costs a second."""
-    return init_state(fixed), init_buffers(fixed), init_scratch(draft, fixed=fixed)
+    return init_state(fixed, sampling), init_buffers(fixed), init_scratch(draft, fixed=fixed)
 
 
 def _compile(job: Job, sequences: Sequence[Tracked], carriers: Carriers) -> None:
@@ -112,6 +118,10 @@ def _load_batch(
         keep=jnp.full((fixed.batch,), keep, jnp.int32),
         stop_ids=jnp.asarray(stops),
     )
+    if job.options.sampling is not None:
+        requests = [one.sampling for one in members]
+        sizes = {"batch": fixed.batch, "vocab": fixed.logits.shape[1]}
+        state = state.replace(sampling=sampling_state(job.options.sampling, requests, **sizes))
     state, table = jax.device_put((state, jnp.asarray(table)), job.params.target.embed.sharding)
     return state, buffers.replace(meta=buffers.meta.replace(block_table=table))
 
@@ -140,9 +150,14 @@ def _run_batch(
             carriers = tuple(rest)
             if reading is None:
                 continue
-            yield from _record_chunk(members, jax.device_get(reading), start)
-            if not _any_active(members):  # the chunk under way will run no cycle
+            reading = jax.device_get(reading)
+            yield from _record_chunk(members, reading, start)
+            if not _any_active(members):  # nothing of the chunk under way is wanted
                 break
+            ended = _ended_here(members, reading.status)
+            if ended.any():
+                ended = np.pad(ended, (0, job.fixed.batch - len(ended)))
+                carriers = (_end(carriers[0], ended), *carriers[1:])
     except BaseException:
         # A process that ends while the CPU computes is aborted, whatever code it meant to leave.
         jax.block_until_ready(under_way)
@@ -172,6 +187,19 @@ def prefill_batch(
     return firsts, carriers
 
 
+def _ended_here(members: Sequence[Tracked], status: np.ndarray) -> np.ndarray:
+    """bool[members]: sequences that a stop string has ended, which the device goes on with."""
+    has_stop = np.array([one.stop_string is not None for one in members])
+    return has_stop & (status[: len(members)] == Status.ACTIVE)
+
+
+@partial(jax.jit, donate_argnames="state", keep_unused=True)
+def _end(state: DecodeState, ended: jax.Array) -> DecodeState:
+    """Take bool[B] sequences out of the cycles to come."""
+    stopped = jnp.where(ended & state.is_active, jnp.int32(Status.STOP), state.status)
+    return state.replace(status=stopped)
+
+
 def _any_active(members: Sequence[Tracked]) -> bool:
     return any(one.status == Status.ACTIVE for one in members)
 
@@ -188,7 +216,10 @@ def _record_first(job: Job, one: Tracked, first: loop.FirstToken) -> None:
     one.ids.append(int(first.token))
     if first.logits_hash is not None:
         one.hashes.append(int(first.logits_hash))
+    if first.logprob is not None:
+        one.logprobs.append(float(first.logprob))
     _set_status(one, int(first.status))
+    one.read()
 
 
 def _record_chunk(
@@ -207,9 +238,12 @@ def _record_chunk(
         one.ids.extend(out.tokens[ran, row][taken].tolist())
         if out.hashes is not None:
             one.hashes.extend(out.hashes[ran, row][taken].tolist())
+        if out.logprobs is not None:
+            one.logprobs.extend(out.logprobs[ran, row][taken].tolist())
         one.cycles.append(_cycle_records(out, ran, row))
         one.decode_seconds = seconds
         _set_status(one, int(out.status[row]))
+        one.read()
         yield one
 
 

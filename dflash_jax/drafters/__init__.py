@@ -15,6 +15,7 @@ from dflash_jax.drafters import backbone, dflash, dflash2, dspark, mtp, oracle, 
 from dflash_jax.drafters.oracle import oracle_drafter
 from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
+from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.params import DrafterParams, Params, RuleParams
 
 __all__ = [
@@ -64,6 +65,16 @@ _BY_KIND = {
     "dspark": Drafter(dspark.propose, backbone.fuse_context),
     "mtp": Drafter(mtp.propose, mtp.advance),
 }
+
+
+# Whether drafts are drawn where the request is; otherwise each is its best token. Kinds that are
+# not here follow a rule and have nothing to draw from.
+_DRAWS_BY_DEFAULT = {"dflash": False, "dflash2": True, "dspark": True, "mtp": False}
+
+
+def draws_drafts(config: DrafterConfig) -> bool | None:
+    """Whether a drafter draws its drafts by default; None if it has no distribution."""
+    return _DRAWS_BY_DEFAULT.get(config.kind)
 
 
 def get(draft: DrafterParams) -> Drafter:
