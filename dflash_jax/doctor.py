@@ -5,7 +5,7 @@ headers of files and the tokenizer are read, weights are not: red is what loadin
 refuse, amber what would run and may draft badly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class _Pair:
     facts: dict[str, Any]  # of the drafter, under flat keys
     publisher: str
     names_family: bool  # in its config
+    says_theta: bool
     has_mask_embedding: bool
     tokenizer: Tokenizer | None
     sizes: Sizes
@@ -103,6 +104,7 @@ def examine(
         hf=hf,
         facts=form.facts,
         names_family=bool(config.get("architectures")),
+        says_theta="rope_theta" in _keys(config),
         publisher=form.publisher,
         has_mask_embedding=(drafter_folder(drafter) / MASK_EMBEDDING).exists(),
         tokenizer=tokenizer,
@@ -113,6 +115,12 @@ def examine(
         mine = [finding for finding in reds if finding.topic == topic]
         found += mine or [finding._replace(topic=topic) for finding in look(pair)]
     return found + ([] if reds else _memory(target_config, draft, sizes))
+
+
+def _keys(config: Mapping[str, Any]) -> set[str]:
+    """Names of what a config says, at any depth."""
+    nested = [_keys(value) for value in config.values() if isinstance(value, Mapping)]
+    return {name for name, value in config.items() if value is not None}.union(*nested)
 
 
 def _sentence(error: BaseException) -> str:
@@ -220,13 +228,11 @@ def _vocabulary(pair: _Pair) -> Iterator[Finding]:
 
 
 def _rope(pair: _Pair) -> Iterator[Finding]:
-    rope, facts = pair.draft.rope, pair.facts
+    rope = pair.draft.rope
     reason = f"{rope.kind}, theta {rope.theta:g}"
     if rope.kind != "default":
         reason += f", factor {rope.factor:g} over {rope.original_context} positions"
-    nested = facts.get("rope_parameters") or {}
-    is_said = facts.get("rope_theta") is not None or nested.get("rope_theta") is not None
-    if not is_said and rope.theta != pair.target.rope.theta:
+    if not pair.says_theta and rope.theta != pair.target.rope.theta:
         yield _amber(
             f"{reason}, assumed: its config has no rope_theta, and the target's is "
             f"{pair.target.rope.theta:g}",

@@ -32,6 +32,7 @@ _QWEN3_DEFAULTS = {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
     "max_window_layers": 28,
+    "rope_theta": 10000.0,
 }
 _SPARK_DEFAULTS = {
     "markov_rank": 256,

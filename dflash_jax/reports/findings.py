@@ -12,7 +12,7 @@ def build(findings: Sequence[Finding], *, title: str):
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), show_lines=True)
+    table = Table(title=Text(title))
     table.add_column("topic", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("finding", overflow="fold")

@@ -59,6 +59,7 @@ def test_speculators_leaves_out_what_hugging_face_fills_in():
     assert (config.vocab, config.width, config.ffn, config.head_dim) == (151936, 4096, 22016, 128)
     assert (config.num_heads, config.num_kv_heads, config.draft_vocab) == (32, 32, 32000)
     assert config.attention == (LayerAttention(),) * 5
+    assert config.rope.theta == 1e4  # Hugging Face's, where z-lab's reader takes 1e6
 
 
 SLIDING = {
