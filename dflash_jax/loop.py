@@ -64,6 +64,7 @@ class ChunkOutput(NamedTuple):
     logprobs: jax.Array | None  # f32[cycles, B, R]
     num_cycles: jax.Array  # i32[]
     status: jax.Array  # i32[B] after the chunk
+    draft_faults: jax.Array | None = None  # bool[B] the drafter's numbers were not finite some time
 
 
 # Donated, and kept where a call only overwrites them: an argument that jit drops as unread is not
@@ -235,6 +236,9 @@ def _step(
     propose = drafter.propose if fixed.num_drafts else drafters.propose_nothing
     proposal, buffers, scratch = propose(params, state, num_rows, buffers, scratch, **static)
     scratch = _record_block(scratch, state, proposal)
+    if proposal.is_finite is not None and state.draft_faults is not None:
+        faults = state.is_active & ~proposal.is_finite
+        state = state.replace(draft_faults=state.draft_faults | faults)
     verification, buffers = verify(params, proposal, num_rows, state, buffers, **static)
     state, buffers, scratch = commit(
         params, verification, state, buffers, scratch, fixed=fixed, impl=options.impl
@@ -319,7 +323,8 @@ def decode(
 
     out = _empty_chunk(fixed, options)
     out, state, buffers, scratch = lax.while_loop(goes_on, cycle, (out, state, buffers, scratch))
-    return out._replace(status=state.status), state, buffers, _publish(scratch)
+    out = out._replace(status=state.status, draft_faults=state.draft_faults)
+    return out, state, buffers, _publish(scratch)
 
 
 def decode_autoregressive(

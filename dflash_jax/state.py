@@ -45,6 +45,7 @@ class DecodeState(struct.PyTreeNode):
     status: jax.Array  # i32[B], a Status
     num_steps: jax.Array  # i32[] cycles run
     sampling: SamplingState | None = None  # None: every token is the best one
+    draft_faults: jax.Array | None = None  # bool[B] a drafter's numbers were not finite some time
 
     @property
     def is_active(self) -> jax.Array:
@@ -90,6 +91,7 @@ def init_state(fixed: Fixed, sampling: SamplingMode | None = None) -> DecodeStat
         sampling=None
         if sampling is None
         else sampling_state(sampling, batch=fixed.batch, vocab=fixed.logits.shape[1]),
+        draft_faults=jnp.zeros((fixed.batch,), bool),
     )
 
 

@@ -52,6 +52,18 @@ def choose(
     return distribution.draw(q, draws.uniforms), q
 
 
+def before_the_first_fault(rows: jax.Array, num_drafts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Drafts i32[B] before the first whose row of [B, J, E] is not finite; bool[B]: there is none.
+
+    Args:
+      num_drafts: i32[B] drafts that may be; -1, of a sequence that takes no step, stays.
+    """
+    offset = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    is_bad = ~jnp.all(jnp.isfinite(rows), axis=2) & (offset < num_drafts[:, None])
+    first = jnp.min(jnp.where(is_bad, offset, rows.shape[1]), axis=1)
+    return jnp.minimum(num_drafts, first), ~jnp.any(is_bad, axis=1)
+
+
 def choose_candidate(
     scores: jax.Array, ids: jax.Array, draws: Draws | None
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.drafters import backbone, confidence, vocabulary
-from dflash_jax.drafters.choice import Draws, choose, choose_candidate, draws_of
+from dflash_jax.drafters.choice import (
+    Draws,
+    before_the_first_fault,
+    choose,
+    choose_candidate,
+    draws_of,
+)
 from dflash_jax.drafters.proposal import Proposal, SparseQ
 from dflash_jax.fixed import Fixed
 from dflash_jax.layers import embed, linear, logits_of
@@ -187,10 +193,13 @@ def propose(
         scratch = scratch.replace(markov_embed=chain.latents[:, -1])
     if chain.biases:
         scratch = scratch.replace(markov_bias=chain.biases[-1])
-    num_proposed = num_rows - 1
+    num_proposed, is_finite = before_the_first_fault(rows, num_rows - 1)
     if draft.confidence is not None:
         scores = confidence.logits(draft.confidence, rows, chain.latents)
         scratch = scratch.replace(conf_out=scores)
         if draft.policy is not None:
+            # Those beyond the first row that is not finite would say the same of themselves.
+            _, is_sure = before_the_first_fault(scores[:, :, None], num_proposed)
             num_proposed = confidence.keep(draft.policy, scores, num_proposed, fixed=fixed)
-    return Proposal(chain.tokens, num_proposed, chain.q), buffers, scratch
+            is_finite &= is_sure
+    return Proposal(chain.tokens, num_proposed, chain.q, is_finite), buffers, scratch

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.draft_state import DraftBuffers
-from dflash_jax.drafters.choice import choose, draws_of
+from dflash_jax.drafters.choice import before_the_first_fault, choose, draws_of
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.fixed import DraftFixed, Fixed
 from dflash_jax.layers import apply_rope, embed, linear, logits_of, rms_norm, rope_angles
@@ -128,7 +128,8 @@ def propose(
         option_b_indirect_args_dev=args,
     )
     q = None if draws is None else jnp.stack(qs, axis=1)
-    proposal = Proposal(jnp.stack(tokens, axis=1), num_rows - 1, q)
+    num_proposed, is_finite = before_the_first_fault(jnp.stack(outs, axis=1), num_rows - 1)
+    proposal = Proposal(jnp.stack(tokens, axis=1), num_proposed, q, is_finite)
     return proposal, buffers.replace(draft=own), scratch
 
 

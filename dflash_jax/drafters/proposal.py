@@ -17,11 +17,14 @@ class Proposal(NamedTuple):
 
     `q` is what each draft was drawn from, exactly: over the vocabulary f32[B, num_drafts, V], over
     candidates, or None where drafts were not drawn, so that each is a point mass.
+    `is_finite` says whether all numbers behind the drafts were; where they were not, drafts from
+    there on are not proposed. None: this drafter does not look.
     """
 
     tokens: jax.Array  # i32[B, num_drafts]
     num_proposed: jax.Array  # i32[B]; may be -1 for a sequence that takes no step
     q: jax.Array | SparseQ | None = None
+    is_finite: jax.Array | None = None  # bool[B]
 
 
 class CommittedRows(NamedTuple):

@@ -82,12 +82,10 @@ def chain(base_logits, hidden, anchor, head, *, temperature=0.0, uniforms=(), fo
 
 
 def confident_prefix(confidence_logits, threshold):
-    """Drafts before the first whose confidence is below `threshold`; 0 or less keeps all.
+    """Drafts before the first whose confidence is below `threshold`, or is not a finite number.
 
-    A confidence that is not a number keeps nothing from there on.
+    A threshold of 0 or less keeps all that are.
     """
-    if threshold <= 0:
-        return len(confidence_logits)
     for j, logit in enumerate(confidence_logits):
         if not np.isfinite(logit) or sigmoid(logit) < threshold:
             return j
