@@ -1,0 +1,315 @@
+"""What `bench_kernels.py` times: the ops at the shapes they are meant for, beside PyTorch's forms.
+
+A measure makes sets of random inputs on the device. Attention reads pools whose pages are in random
+order and whose last page ends before its sequence does.
+"""
+
+# pyright: reportMissingImports=false
+# torch is no dependency of the package; it is there on the machine that measures.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+
+Inputs = tuple[Any, ...]
+HEADS, KV_HEADS, DIM, WIDTH, FFN = 32, 8, 128, 4096, 12288  # of Qwen3-8B
+ROWS, PAGE, VOCAB, LARGE_VOCAB, RANK = 16, 64, 151_936, 248_320, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One op at one shape.
+
+    make(key) draws a set of inputs; call(impl) is a function of them that returns a tuple.
+    nbytes: the fewest that a call can move. aim_us: what issue 3 asks for, if it does.
+    xla_us: about what XLA's form takes, for the length of a sample.
+    torch(): a function of one set of torch inputs, and how to make one; None where it has no op.
+    carried: inputs that are written in place. exact: outputs that equal the XLA form's to the bit.
+    """
+
+    op: str
+    shape: str
+    make: Callable[[Any], Inputs]
+    call: Callable[[str], Callable[..., Any]]
+    nbytes: int
+    aim_us: float | None = None
+    xla_us: float = 50.0
+    torch: Callable[[], tuple[Callable[..., Any], Callable[[], Inputs]]] | None = None
+    carried: int = 0
+    exact: bool = False
+    impls: tuple[str, ...] = ("pallas", "xla")
+
+
+def _normal(key: Any, *shape: int, dtype: str = "bfloat16", scale: float = 1.0) -> jax.Array:
+    return _draw(key, scale, shape=shape, dtype=dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(key, scale, *, shape, dtype):
+    return (scale * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+
+def _torch_normal(*shape: int, dtype: str = "bfloat16", scale: float = 1.0) -> Any:
+    import torch
+
+    drawn = torch.empty(shape, device="cuda", dtype=getattr(torch, dtype))
+    return drawn.normal_(0.0, scale)
+
+
+def _size(*shape: int, itemsize: int = 2) -> int:
+    return math.prod(shape) * itemsize
+
+
+# Attention
+
+
+def attention(batch: int, context: int, planned: int | None = None, aim: float | None = None):
+    """16 rows at the end of each sequence's `context` keys, in a table for `planned` of them."""
+    planned = planned or context
+    pages = -(-planned // PAGE)
+    used = -(-context // PAGE)
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 4)
+        pool = (batch * used, KV_HEADS, PAGE, DIM)
+        table = jax.random.permutation(keys[3], batch * used).astype(jnp.int32)
+        table = table.reshape(batch, used)
+        table = jnp.pad(table, ((0, 0), (0, pages - used)), constant_values=-1)
+        kv_len = context - 5
+        args = jnp.array([[kv_len, kv_len - ROWS, kv_len - ROWS]] * batch, jnp.uint32)
+        q = _normal(keys[0], batch, ROWS, HEADS, DIM)
+        return q, _normal(keys[1], *pool), _normal(keys[2], *pool), table, args
+
+    def of_torch() -> tuple[Callable[..., Any], Callable[[], Inputs]]:
+        """Contiguous keys: GQA by folding the query heads of a group into rows, no mask."""
+        import torch.nn.functional as F
+
+        def call(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+        folded = (batch, KV_HEADS, ROWS * HEADS // KV_HEADS, DIM)
+        cache = (batch, KV_HEADS, context, DIM)
+        return call, lambda: tuple(_torch_normal(*shape) for shape in (folded, cache, cache))
+
+    where = f"B={batch}, {context} keys" + (f" in {planned}" if planned != context else "")
+    kv = 2 * _size(batch, context, KV_HEADS, DIM)
+    return Measure(
+        "paged_attention",
+        where,
+        make,
+        lambda impl: lambda *x: (pk.paged_attention(*x, is_causal=True, impl=impl),),
+        kv + 2 * _size(batch, ROWS, HEADS, DIM),
+        aim,
+        xla_us=30 + kv / 4e5,
+        torch=of_torch if planned == context and batch * context <= 1 << 18 else None,
+    )
+
+
+# Vocabulary rows and the walk over their candidates
+
+
+def top16(vocab: int, aim: float | None = None, dtype: str = "float32"):
+    def of_torch() -> tuple[Callable[..., Any], Callable[[], Inputs]]:
+        import torch
+
+        def call(logits):
+            return torch.topk(logits, 16, dim=1)
+
+        return call, lambda: (_torch_normal(ROWS, vocab, dtype=dtype),)
+
+    return Measure(
+        "top16",
+        f"{ROWS} x {vocab:,} {dtype}",
+        lambda key: (_normal(key, ROWS, vocab, dtype=dtype),),
+        lambda impl: partial(pk.top16, impl=impl),
+        _size(ROWS, vocab, itemsize=jnp.dtype(dtype).itemsize),
+        aim,
+        xla_us=60.0,
+        torch=of_torch,
+        exact=True,
+    )
+
+
+def walk(batch: int, vocab: int = VOCAB):
+    rows = ROWS - 1
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 6)
+        vals = -jnp.sort(-_normal(keys[0], batch, rows, 16, dtype="float32"), axis=2)
+        ids = jax.random.randint(keys[1], (batch, rows, 16), 0, vocab // 16, jnp.int32)
+        ids = ids * 16 + jnp.arange(16, dtype=jnp.int32)  # distinct in a row
+        anchor = jax.random.randint(keys[2], (batch,), 0, vocab, jnp.int32)
+        books = [_normal(k, vocab, RANK, scale=0.1) for k in keys[3:5]]
+        return anchor, vals, ids, _normal(keys[5], batch, rows, RANK), *books
+
+    return Measure(
+        "selector_walk",
+        f"B={batch}, {rows} rows, rank {RANK}",
+        make,
+        lambda impl: partial(pk.selector_walk, impl=impl),
+        _size(batch, rows, 32, RANK) + _size(batch, rows, 16, 2, itemsize=4),
+        xla_us=40.0,
+    )
+
+
+# The convolution
+
+
+def conv(batch: int):
+    taps, groups = 2, WIDTH // 16
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 3)
+        dyn = _normal(keys[1], batch, ROWS, taps, groups)
+        return _normal(keys[0], batch, ROWS, WIDTH), dyn, _normal(keys[2], taps, WIDTH)
+
+    return Measure(
+        "dynamic_conv",
+        f"B={batch}, {ROWS} x {WIDTH}, {taps} taps",
+        make,
+        lambda impl: lambda *x: (pk.dynamic_conv(*x, impl=impl),),
+        2 * _size(batch, ROWS, WIDTH) + _size(batch, ROWS, taps, groups) + _size(taps, WIDTH),
+        xla_us=4.0,
+    )
+
+
+# Keys and values into pages
+
+
+def cache(rows: int):
+    pages = 32
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 4)
+        pool = (pages, KV_HEADS, PAGE, DIM)
+        slots = 3 * PAGE + 7 + jnp.arange(rows, dtype=jnp.int32)
+        pools = [_normal(k, *pool) for k in keys[:2]]
+        return *pools, *(_normal(k, rows, KV_HEADS, DIM) for k in keys[2:]), slots
+
+    def call(impl: str) -> Callable[..., Any]:
+        return lambda kp, vp, k, v, slots: pk.reshape_and_cache(k, v, kp, vp, slots, impl=impl)
+
+    moved = 4 * _size(rows, KV_HEADS, DIM)
+    return Measure(
+        "reshape_and_cache", f"{rows} rows", make, call, moved, xla_us=5.0, carried=2, exact=True
+    )
+
+
+# Matrix products
+
+
+def matmul(name: str, inner: int, out: int, rows: int = ROWS):
+    def of_torch() -> tuple[Callable[..., Any], Callable[[], Inputs]]:
+        import torch.nn.functional as F
+
+        return F.linear, lambda: (
+            _torch_normal(rows, inner),
+            _torch_normal(out, inner, scale=0.02),
+        )
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key)
+        return _normal(keys[0], rows, inner), _normal(keys[1], out, inner, scale=0.02)
+
+    return Measure(
+        "skinny_matmul",
+        f"{name}, {rows} x {inner} -> {out}",
+        make,
+        lambda impl: lambda x, w: (pk.skinny_matmul(x, w, impl=impl),),
+        _size(out, inner) + _size(rows, inner) + _size(rows, out),
+        xla_us=_size(out, inner) / 3e6,
+        torch=of_torch,
+        impls=("pallas", "triton", "xla"),
+    )
+
+
+def swiglu(inner: int, ffn: int, rows: int = ROWS, *, has_norm: bool = False):
+    def of_torch() -> tuple[Callable[..., Any], Callable[[], Inputs]]:
+        import torch.nn.functional as F
+
+        def call(x, w):
+            gate, up = F.linear(x, w).chunk(2, -1)
+            return F.silu(gate) * up
+
+        return call, lambda: (
+            _torch_normal(rows, inner),
+            _torch_normal(2 * ffn, inner, scale=0.02),
+        )
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 3)
+        x, w = _normal(keys[0], rows, inner), _normal(keys[1], 2 * ffn, inner, scale=0.02)
+        return (x, w, _normal(keys[2], inner)) if has_norm else (x, w)
+
+    def call(impl: str) -> Callable[..., Any]:
+        return lambda x, w, *norm: (
+            pk.skinny_matmul_swiglu(x, w, norm=norm[0] if norm else None, impl=impl),
+        )
+
+    return Measure(
+        "skinny_matmul_swiglu",
+        f"{rows} x {inner} -> 2 x {ffn}" + (", norm before it" if has_norm else ""),
+        make,
+        call,
+        _size(2 * ffn, inner) + _size(rows, inner) + _size(rows, ffn),
+        xla_us=_size(2 * ffn, inner) / 3e6,
+        torch=None if has_norm else of_torch,
+    )
+
+
+def full() -> list[Measure]:
+    """The shapes that issue 3 names, those of the aims first."""
+    aims = {
+        (1, 1024): 9.0,
+        (1, 4096): 14.0,
+        (1, 32768): 50.0,
+        (8, 1024): 21.0,
+        (8, 4096): 52.0,
+        (8, 32768): 310.0,
+        (32, 1024): 47.0,
+        (32, 4096): 165.0,
+        (32, 32768): 1200.0,
+    }
+    return [
+        *(attention(*size, aim=aim) for size, aim in aims.items()),
+        attention(1, 1024, 32768, aim=13.5),
+        top16(VOCAB, 15.0),
+        top16(LARGE_VOCAB, 18.0),
+        top16(VOCAB, dtype="bfloat16"),
+        walk(1),
+        walk(32),
+        conv(1),
+        conv(32),
+        cache(ROWS),
+        matmul("qkv", WIDTH, (HEADS + 2 * KV_HEADS) * DIM),
+        matmul("o", WIDTH, WIDTH),
+        matmul("gate_up", WIDTH, 2 * FFN),
+        matmul("down", FFN, WIDTH),
+        matmul("lm_head", WIDTH, VOCAB),
+        matmul("SmolLM2 o", 576, 576, 8),
+        matmul("SmolLM2 down", 1536, 576, 8),
+        swiglu(WIDTH, FFN),
+        swiglu(576, 1536, 8, has_norm=True),
+    ]
+
+
+def smoke() -> list[Measure]:
+    """One small measure an op, for a run on a CPU."""
+    return [
+        attention(1, 70, 128),
+        top16(5000),
+        walk(1, 400),
+        conv(1),
+        cache(4),
+        matmul("small", 64, 48, 8),
+        swiglu(64, 48, 8, has_norm=True),
+    ]
