@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from dflash_jax import sampling_arguments
 from dflash_jax.prompts import Request, UsageError, read_jsonl
 
 IMPLS = ("auto", "xla", "pallas", "interpret")
@@ -92,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prompts(decode)
     _add_models(decode)
     _add_decoding(decode)
+    sampling_arguments.add(decode)
     plan = _command(
         commands, "plan", "print sizes and memory of a decode", "nothing is allocated or compiled"
     )

@@ -8,12 +8,12 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from dflash_jax import certificate, engine, memory, models
+from dflash_jax import certificate, drafters, engine, memory, models, sampling_arguments
 from dflash_jax.config import TargetConfig
 from dflash_jax.executable_cache import keep_executables
 from dflash_jax.fixed import Fixed
@@ -23,6 +23,7 @@ from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.output import Output, sizes
 from dflash_jax.params import Params
 from dflash_jax.prompts import UsageError
+from dflash_jax.sampling import SamplingOptions, with_seed
 from dflash_jax.weights import read_configs
 from pallas_kernels import check_impl
 
@@ -60,7 +61,10 @@ def _sentence(error: BaseException) -> str:
 def _decode(args: argparse.Namespace) -> int:
     if args.check and args.drafter == "none":
         raise UsageError("decode: --check compares drafting with plain decoding; --drafter is none")
+    with _fitting():
+        asked = sampling_arguments.options(args)
     pair = models.load(args)
+    _check_check(args, asked, pair)
     with _fitting():
         prompts = [_ids(index, pair, args) for index in range(len(args.requests))]
         budgets = [request.max_new_tokens or args.max_new_tokens for request in args.requests]
@@ -81,9 +85,12 @@ def _decode(args: argparse.Namespace) -> int:
         "cycles": args.cycles,
         "impl": args.impl,
         "certify": args.check,
+        "draft_sampling": args.draft_sampling,
     }
+    # Settled here, so that a second run of the same prompts draws the same.
+    requests = [with_seed(asked) for _ in prompts]
     try:
-        found, proof = _generate(args, pair, prompts, budgets, fixed, options, output)
+        found, proof = _generate(args, pair, prompts, budgets, requests, fixed, options, output)
     finally:
         output.close()
     facts = {
@@ -91,9 +98,22 @@ def _decode(args: argparse.Namespace) -> int:
         "drafter": pair.choice.name,
         "mode": pair.mode,
         "plan": sizes(fixed),
+        "sampling": asdict(asked),
     }
     output.finish(found, proof, facts)
     return 0 if proof is None or proof.holds else 1
+
+
+def _check_check(args: argparse.Namespace, asked: SamplingOptions, pair: Models) -> None:
+    """Refuse a comparison of tokens where drafted and plain decoding agree in distribution only."""
+    draws = args.draft_sampling
+    if draws is None:
+        draws = drafters.draws_drafts(pair.draft_config)
+    if args.check and asked.is_random and draws:
+        raise UsageError(
+            f"decode: --check compares tokens, but where the drafts of {pair.choice.name} are "
+            "drawn they follow plain decoding in distribution only; add --no-draft-sampling"
+        )
 
 
 def _ids(index: int, pair: Models, args: argparse.Namespace) -> Sequence[int]:
@@ -108,6 +128,7 @@ def _generate(
     pair: Models,
     prompts: Sequence[Sequence[int]],
     budgets: Sequence[int],
+    requests: Sequence[SamplingOptions],
     fixed: Fixed,
     options: dict[str, Any],
     output: Output,
@@ -118,7 +139,7 @@ def _generate(
     size = fixed.batch if pair.draft is None else len(prompts)
     for number, start in enumerate(range(0, len(prompts), size)):
         part = slice(start, start + size)
-        mine = {**options, "max_new_tokens": budgets[part]}
+        mine = {**options, "max_new_tokens": budgets[part], "sampling": requests[part]}
         with _fitting():
             params = pair.pair() if pair.draft is not None else None
             if params is None:

@@ -5,7 +5,6 @@ What is wrong with a request is said here, in one sentence.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -18,7 +17,7 @@ from dflash_jax.fixed import Fixed, plan
 from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
-from dflash_jax.sampling import GREEDY, SEED_BITS, SamplingMode, SamplingOptions, mode_of
+from dflash_jax.sampling import GREEDY, SamplingMode, SamplingOptions, mode_of, with_seed
 from dflash_jax.shapes import check_integers
 from dflash_jax.state import MAX_STOP_IDS
 from dflash_jax.tokenizer import StreamDecoder, Tokenizer
@@ -185,12 +184,7 @@ def _requests(
             )
         if one.stop and tokenizer is None:
             raise ValueError(f"generate: stop is {one.stop}, texts need a tokenizer")
-    return [
-        replace(one, seed=secrets.randbits(SEED_BITS))
-        if one.is_random and one.seed is None
-        else one
-        for one in given
-    ]
+    return [with_seed(one) for one in given]
 
 
 def _samples_drafts(

@@ -102,7 +102,10 @@ def sizes(fixed: Fixed) -> dict[str, Any]:
 
 
 def _answer(one: Generation) -> dict[str, Any]:
-    return {"text": one.text, "ids": list(one.ids), "finish_reason": one.finish_reason}
+    """An answer in plain values; what was not asked for has no entry."""
+    answer = {"text": one.text, "ids": list(one.ids), "finish_reason": one.finish_reason}
+    asked = {"seed": one.seed, "logprobs": one.logprobs, "stop_string": one.stop_string}
+    return answer | {name: value for name, value in asked.items() if value is not None}
 
 
 def _print_table(stats: Stats) -> None:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import enum
 import math
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -107,6 +108,13 @@ class SamplingOptions:
     def has_penalties(self) -> bool:
         """Whether what was said before counts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def with_seed(request: SamplingOptions) -> SamplingOptions:
+    """The request with a seed of its own, if it draws and has none."""
+    if not request.is_random or request.seed is not None:
+        return request
+    return replace(request, seed=secrets.randbits(53))  # what readers of JSON keep of an integer
 
 
 def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:

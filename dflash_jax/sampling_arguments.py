@@ -1,0 +1,81 @@
+"""Sampling on the command line; numbers are checked in `sampling`, where they mean something."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_jax.sampling import SamplingOptions
+
+_FILTERS = {
+    "top_k": (int, "K", "keep the K most likely tokens"),
+    "top_p": (float, "P", "keep the most likely tokens until their probabilities reach P"),
+    "min_p": (float, "P", "keep tokens at least P times as likely as the most likely one"),
+    "repetition_penalty": (float, "X", "for tokens in prompt or answer; 1 is none"),
+    "presence_penalty": (float, "X", "for tokens in the answer; 0 is none"),
+    "frequency_penalty": (float, "X", "for each time that a token is in the answer; 0 is none"),
+}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options; what is not given stays None, or False."""
+    group = parser.add_argument_group("sampling (all of it changes what the target would say)")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="draw tokens; default 0: take the best one"
+    )
+    for name, (kind, metavar, words) in _FILTERS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=words)
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID:X",
+        help="add X to the logit of token ID; may be repeated",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="equal seeds give equal answers; default: a new one"
+    )
+    group.add_argument(
+        "--logprobs", action="store_true", help="record each token's log-probability"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the answer where this text would come; may be repeated",
+    )
+    group.add_argument(
+        "--draft-sampling",
+        action=argparse.BooleanOptionalAction,
+        help="draw the drafts too, or draft the drafter's best tokens; default: what suits it",
+    )
+
+
+def options(args: argparse.Namespace) -> SamplingOptions:
+    """What was asked for; ValueError or TypeError names what cannot be."""
+    from dflash_jax.sampling import SamplingOptions  # jax comes after parsing
+
+    biases = args.logit_bias or []
+    twice = [index for index, _ in biases if [i for i, _ in biases].count(index) > 1]
+    if twice:
+        raise ValueError(f"--logit-bias is given twice for token {twice[0]}")
+    asked = {name: getattr(args, name) for name in _FILTERS}
+    asked |= {"seed": args.seed, "stop": args.stop}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return SamplingOptions(
+        temperature=args.temperature or 0.0,
+        logit_bias=dict(biases),
+        logprobs=args.logprobs,
+        **given,
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    index, colon, value = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return int(index), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID:X, an id and a number") from None
