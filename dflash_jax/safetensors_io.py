@@ -88,7 +88,10 @@ def write_file(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     arrays = {name: np.asarray(x, order="C") for name, x in tensors.items()}
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the user's umask; the library's is the owner's alone
         save_file(arrays, temporary, metadata=metadata)
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

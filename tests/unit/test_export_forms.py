@@ -62,6 +62,7 @@ def test_a_drafter_in_another_form_comes_back_bit_for_bit(tmp_path, pairs, kind,
     publishers = {"zlab": ("z-lab", "SpecForge"), "deepspec": ("DeepSpec",)}
     assert publisher in publishers.get(form, ("speculators",))
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
+    assert len({p.stat().st_mode for p in (tmp_path / "new").iterdir()}) == 1
     # And back, through whatever the other form holds.
     convert_drafter(tmp_path / "new", tmp_path / "back", form="zlab", target=at.target)
     assert same_bits(load_drafter(tmp_path / "back", target), params)
