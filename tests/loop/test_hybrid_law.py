@@ -39,6 +39,15 @@ def pair_of(family, dtype, kind="dflash", block=8):
     return kit.pair(family, kind, dtype=dtype, layers="one", block=block).params
 
 
+def requests_of():
+    """Prompts of one call, less than one and two; the second is finished long before the others."""
+    return [
+        kit.Request(kit.prompt(20), 36),
+        kit.Request(kit.prompt(7), 21),
+        kit.Request(kit.prompt(33), 40, stop_ids=(203,)),
+    ]
+
+
 def states_of(params, fixed, done: kit.Run):
     """State and rows in front of it, a list a layer, after everything that was committed.
 
@@ -81,7 +90,7 @@ def test_any_forced_acceptance_leaves_the_tokens_and_states_of_plain_decoding(fa
     that fewer rows are kept than the convolution has taps."""
     params = pair_of(family, dtype, block=4)
     fixed = kit.sizes(kit.lookup(params, 3), BATCH)
-    requests = kit.ragged(BATCH)
+    requests = requests_of()
 
     def oracle(tokens=None, poison=None):
         if tokens is None:
@@ -112,7 +121,7 @@ def test_a_rejected_row_in_a_state_turns_this_red():
     params = pair_of("qwen3_5", "bfloat16", block=4)
     rule = kit.oracle(params, np.zeros((BATCH, 81), np.int32), None, 3)
     fixed = kit.sizes(rule, BATCH)
-    requests = kit.ragged(BATCH)
+    requests = requests_of()
     want = by_steps(rule, fixed, requests, keep=0)
     drafted = kit.oracle(params, kit.history(want), np.array([0, 1, 2]), 3)
     firsts, at = kit.start(drafted, fixed, requests)
@@ -143,7 +152,7 @@ def test_what_lies_behind_the_text_is_never_read():
     params = pair_of("qwen3_5", "bfloat16", block=4)
     rule = kit.oracle(params, np.zeros((BATCH, 81), np.int32), None, 3)
     fixed = kit.sizes(rule, BATCH)
-    requests = kit.ragged(BATCH)
+    requests = requests_of()
     want = by_steps(rule, fixed, requests, keep=0)
     drafted = kit.oracle(params, kit.history(want), np.array([0, 2, 3]), 3)
     firsts, at = kit.start(drafted, fixed, requests)
@@ -157,7 +166,7 @@ def test_every_drafter_agrees_with_plain_decoding(kind):
     family, dtype = CASES[kind in ("dspark", "mtp")]
     params = pair_of(family, dtype, kind, block=4)
     fixed = kit.sizes(params, BATCH)
-    requests = kit.ragged(BATCH)
+    requests = requests_of()
     want = kit.plain(params, fixed, requests)
     got = kit.run(params, fixed, requests)
     assert not differences(got, want)
@@ -169,7 +178,7 @@ def test_a_sequence_decodes_alone_as_among_others_and_after_others():
     params = pair_of("qwen3_5", "bfloat16", block=4)
     rule = kit.lookup(params, 3)
     fixed = kit.sizes(rule, BATCH)
-    first, second, third = kit.ragged(3)
+    first, second, third = requests_of()
     together = by_steps(rule, fixed, [first, second, third])
     worn = jax.tree.map(jnp.copy, together.carriers[1:])
     alone = by_steps(rule, fixed, [second], worn=worn)
