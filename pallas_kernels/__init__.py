@@ -4,11 +4,17 @@ Every op is a pure function of arrays whose row bits depend on that row's inputs
 shapes only, so that a token decodes to the same bits whatever shares its batch.
 """
 
+from pallas_kernels._attention_tiles import AttentionConfig, attention_config
 from pallas_kernels._launch import IMPLS, MASK_VALUE, check_impl
 from pallas_kernels._skinny_tiles import SkinnyMatmulConfig
 from pallas_kernels.dynamic_conv import dynamic_conv, dynamic_conv_xla
-from pallas_kernels.gated_delta_rows import gated_delta_rows, gated_delta_rows_xla
+from pallas_kernels.gated_delta_rows import (
+    GatedDeltaRowsConfig,
+    gated_delta_rows,
+    gated_delta_rows_xla,
+)
 from pallas_kernels.greedy_rows import GreedyRows, argmax_rows, greedy_rows, greedy_rows_xla
+from pallas_kernels.norm_rope_cache import NormRopeCache, norm_rope_cache, norm_rope_cache_xla
 from pallas_kernels.paged_attention import paged_attention, paged_attention_xla
 from pallas_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_xla
 from pallas_kernels.selector_walk import (
@@ -26,11 +32,15 @@ from pallas_kernels.top16_selector import CANDIDATES, top16, top16_xla
 
 __all__ = [
     "CANDIDATES",
+    "GatedDeltaRowsConfig",
     "GreedyRows",
     "IMPLS",
     "MASK_VALUE",
+    "AttentionConfig",
+    "NormRopeCache",
     "SkinnyMatmulConfig",
     "argmax_rows",
+    "attention_config",
     "check_impl",
     "dynamic_conv",
     "dynamic_conv_xla",
@@ -38,6 +48,8 @@ __all__ = [
     "gated_delta_rows_xla",
     "greedy_rows",
     "greedy_rows_xla",
+    "norm_rope_cache",
+    "norm_rope_cache_xla",
     "paged_attention",
     "paged_attention_xla",
     "reshape_and_cache",

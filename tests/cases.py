@@ -115,6 +115,55 @@ def make_cache(case: CacheCase, seed: int = 0):
 
 
 @dataclass(frozen=True, slots=True)
+class NormRopeCase:
+    """Fused rows of `layers` layers; `norm` is None, "same" (dtype of the rows) or "f32"."""
+
+    name: str
+    rows: int
+    heads: tuple[int, int]  # query heads, kv heads
+    head_dim: int
+    page_size: int
+    turned: int | None = None  # dims that RoPE turns, all by default
+    layers: int = 1
+    norm: str | None = "same"
+    dropped: int = 0
+    extra: int = 0  # columns behind the values
+    dtype: str = "bf16"
+
+
+NORM_ROPE = (
+    NormRopeCase("llama", 3, (3, 1), 16, 4, norm=None, dtype="f32"),
+    NormRopeCase("odd_heads", 5, (6, 2), 96, 16, dropped=2, dtype="f32"),
+    NormRopeCase("partial", 9, (4, 2), 64, 16, turned=16, norm="f32", extra=256),
+    NormRopeCase("context", 17, (0, 2), 64, 4, layers=3, dropped=5),
+    NormRopeCase("context_bias", 4, (0, 1), 16, 16, layers=2, norm=None, dtype="f32"),
+    NormRopeCase("verify_8b", 16, (32, 8), 128, 64),
+    NormRopeCase("context_8b", 16, (0, 8), 128, 64, layers=5),
+    NormRopeCase("hybrid", 16, (16, 2), 256, 64, turned=64, norm="f32"),
+)
+
+
+def make_norm_rope(case: NormRopeCase, seed: int = 0):
+    """Return rows, cos, sin, k_pools, v_pools, slots, q_norm, k_norms."""
+    rng = np.random.default_rng(seed)
+    dtype, (heads, kv_heads), d = DTYPES[case.dtype], case.heads, case.head_dim
+    columns = (heads + 2 * case.layers * kv_heads) * d + case.extra
+    rows = rng.standard_normal((case.rows, columns)).astype(dtype)
+    rows[:, columns - case.extra :] = np.nan
+    angles = rng.uniform(-3, 3, (case.rows, (case.turned or d) // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    pages = -(-case.rows // case.page_size) + 2
+    pool = (2, case.layers, pages, kv_heads, case.page_size, d)
+    k_pools, v_pools = rng.standard_normal(pool).astype(dtype)
+    slots = np.arange(case.rows, dtype=np.int32) + case.page_size // 2
+    slots[rng.permutation(case.rows)[: case.dropped]] = -1
+    weight = lambda: rng.uniform(0.5, 1.5, d).astype(dtype if case.norm == "same" else np.float32)
+    q_norm = weight() if case.norm and heads else None
+    k_norms = tuple(weight() for _ in range(case.layers)) if case.norm else None
+    return rows, cos, sin, tuple(k_pools), tuple(v_pools), slots, q_norm, k_norms
+
+
+@dataclass(frozen=True, slots=True)
 class ConvCase:
     """A block of rows with `taps` taps over `groups` groups of channels."""
 
@@ -245,3 +294,60 @@ def make_matmul(case: MatmulCase, seed: int = 0):
     w = (rng.standard_normal((case.out, case.inner)) / case.inner**0.5).astype(dtype)
     residual = rng.standard_normal((case.rows, case.out)).astype(dtype)
     return x, w, residual
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaCase:
+    """Gated-DeltaNet rows: `rows` a step, of which `new` exist; `kept` of the step before."""
+
+    name: str
+    rows: int
+    heads: tuple[int, int]  # key heads, value heads
+    dims: tuple[int, int]  # of a key, of a value
+    new: tuple[int, ...]  # a sequence
+    kept: tuple[int, ...]
+    past: int | None = None  # rows that may be kept, by default as many as a step has
+    dtype: str = "bf16"
+    spare_slots: int = 1
+
+
+# Between them: no rows, one and all of them, kept and new; blocks shorter than a convolution;
+# rows of equal and of unequal number; one head a key and several; tiles narrower than a head.
+DELTA = (
+    DeltaCase("one_row", 1, (1, 1), (16, 16), (1,), (1,), dtype="f32"),
+    DeltaCase("plain_steps", 4, (2, 4), (16, 32), (1, 1, 0), (1, 0, 0), dtype="f32"),
+    DeltaCase("ragged", 4, (2, 4), (16, 64), (4, 2, 0, 3), (0, 4, 0, 1)),
+    DeltaCase("fold_alone", 1, (1, 2), (32, 16), (0, 0), (5, 2), past=5, dtype="f32"),
+    DeltaCase("verify", 16, (1, 3), (128, 128), (16,), (11,)),
+)
+
+
+def make_delta(case: DeltaCase, seed: int = 0):
+    """Return qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept.
+
+    What does not exist is NaN, and so is the state of a slot that belongs to nobody.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[case.dtype]
+    batch, past = len(case.new), case.past or case.rows
+    (key_heads, heads), (key_dim, value_dim) = case.heads, case.dims
+    num_slots = batch + case.spare_slots
+    slots = rng.permutation(num_slots)[:batch].astype(np.int32)
+    width = 2 * key_heads * key_dim + heads * value_dim
+    qkv = rng.standard_normal((batch, case.rows, width)).astype(dtype)
+    g = -rng.uniform(0.01, 1.0, (batch, case.rows, heads)).astype(np.float32)
+    beta = rng.uniform(0.1, 0.9, g.shape).astype(np.float32)
+    state = np.full((num_slots, heads, key_dim, value_dim), np.nan, np.float32)
+    past_kv = np.full((num_slots, past, width - key_heads * key_dim), np.nan, dtype)
+    past_g, past_beta = np.full((2, num_slots, past, heads), np.nan, np.float32)
+    for b, slot in enumerate(slots):
+        kept = case.kept[b]
+        state[slot] = rng.standard_normal(state.shape[1:])
+        past_kv[slot, :kept] = rng.standard_normal((kept, past_kv.shape[2]))
+        past_g[slot, :kept] = -rng.uniform(0.01, 1.0, (kept, heads))
+        past_beta[slot, :kept] = rng.uniform(0.1, 0.9, (kept, heads))
+        for x in (qkv, g, beta):
+            x[b, case.new[b] :] = np.nan
+    counts = (np.array(x, np.int32) for x in (case.new, case.kept))
+    num_rows, num_kept = counts
+    return qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept

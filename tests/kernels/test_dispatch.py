@@ -32,6 +32,16 @@ CALLS = {
     "reshape_and_cache": partial(
         pk.reshape_and_cache, ROWS, ROWS, POOL, POOL, jnp.arange(2, dtype=jnp.int32)
     ),
+    "norm_rope_cache": partial(
+        pk.norm_rope_cache,
+        jnp.zeros((2, 8 * 16)),
+        jnp.ones((2, 8)),
+        jnp.zeros((2, 8)),
+        (POOL,),
+        (POOL,),
+        jnp.arange(2, dtype=jnp.int32),
+        num_heads=4,
+    ),
     "dynamic_conv": partial(
         pk.dynamic_conv, jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 2, 4)), jnp.zeros((2, 16))
     ),

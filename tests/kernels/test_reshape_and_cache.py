@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +18,40 @@ from tests.reference import ops
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
 
+both_forms = pytest.mark.parametrize("impl", ["xla", "interpret"])
+
+
+def write(impl):
+    return jax.jit(partial(pk.reshape_and_cache, impl=impl))
+
+
+@both_forms
 @pytest.mark.parametrize("case", cases.CACHE, ids=lambda case: case.name)
-def test_every_case_equals_the_oracle_bit_for_bit(case):
+def test_every_case_equals_the_oracle_bit_for_bit(case, impl):
     inputs = cases.make_cache(case)
-    for got, want in zip(
-        jax.jit(pk.reshape_and_cache)(*inputs), ops.reshape_and_cache(*inputs), strict=True
-    ):
+    for got, want in zip(write(impl)(*inputs), ops.reshape_and_cache(*inputs), strict=True):
         assert_same_bits(got, want)
 
 
+@both_forms
 @pytest.mark.parametrize("owned", [False, True], ids=["last_page_unowned", "last_page_owned"])
-def test_dropped_rows_leave_the_last_page_alone(owned):
+def test_dropped_rows_leave_the_last_page_alone(owned, impl):
     """Slot -1 wraps to the last slot of the last page wherever it is taken for an index (A03)."""
     sentinel = np.full((4, 2, 4, 16), 7, np.float32)
     rows = np.ones((3, 2, 16), np.float32)
     slots = np.array([-1, 12 if owned else 5, -1], np.int32)  # slot 12 opens the last page
-    for pool in jax.jit(pk.reshape_and_cache)(rows, rows, sentinel, sentinel, slots):
+    for pool in write(impl)(rows, rows, sentinel, sentinel, slots):
         last = np.asarray(pool)[3]
         assert (last[:, 1 if owned else 0 :] == 7).all()
         assert (np.asarray(pool) != 7).sum() == 2 * 16
 
 
-def test_any_negative_slot_is_dropped():
+@both_forms
+def test_any_negative_slot_is_dropped(impl):
     pool = np.full((2, 1, 4, 8), 7, np.float32)
     rows = np.ones((4, 1, 8), np.float32)
     slots = np.array([-1, -2, -8, np.iinfo(np.int32).min], np.int32)
-    for written in jax.jit(pk.reshape_and_cache)(rows, rows, pool, pool, slots):
+    for written in write(impl)(rows, rows, pool, pool, slots):
         assert (np.asarray(written) == 7).all()
 
 

@@ -63,8 +63,55 @@ def reshape_and_cache(k, v, k_pool, v_pool, slots):
     return k_pool, v_pool
 
 
-def dynamic_conv(x, dyn, base):
-    """y[b,i,c] = sum_t (base[t,c] + dyn[b,i,t,c//g]) * x[b,i-t,c]; zero before row 0 of a block."""
+def norm_rope_cache(
+    rows, cos, sin, k_pools, v_pools, slots, q_norm, k_norms, *, num_heads, eps=1e-6
+):
+    """Norm and rotate heads, write keys and values: q f64[N, H, D] and new pools, as dtyped.
+
+    rows[N, columns] hold H query heads, then for each layer K key heads and K value heads.
+    """
+    d, kv_heads = k_pools[0].shape[3], k_pools[0].shape[1]
+    heads = rows.astype(np.float64)[:, : (num_heads + 2 * len(k_pools) * kv_heads) * d]
+    heads = heads.reshape(len(rows), -1, d)
+
+    def norm_and_rotate(x, weight):
+        if weight is not None:
+            scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+            x = x * scale * weight.astype(np.float64)
+        return rotate_halves(x, cos[:, None].astype(np.float64), sin[:, None].astype(np.float64))
+
+    q = norm_and_rotate(heads[:, :num_heads], q_norm)
+    written = []
+    for i, (k_pool, v_pool) in enumerate(zip(k_pools, v_pools, strict=True)):
+        k, v = np.split(heads[:, num_heads + 2 * i * kv_heads :][:, : 2 * kv_heads], 2, axis=1)
+        k = norm_and_rotate(k, None if k_norms is None else k_norms[i])
+        k, v = np.where(np.isfinite(v), k, np.nan), np.where(np.isfinite(v), v, 0)
+        written.append(reshape_and_cache(k, v, k_pool, v_pool, slots))
+    k_pools, v_pools = zip(*written, strict=True)
+    return q, k_pools, v_pools
+
+
+def rotate_halves(x, cos, sin):
+    """Turn pair (j, j + n) of the last axis by the angle whose cos and sin are [..., n]."""
+    n = cos.shape[-1]
+    out = x.copy()
+    out[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin
+    out[..., n : 2 * n] = x[..., n : 2 * n] * cos + x[..., :n] * sin
+    return out
+
+
+def dynamic_conv(x, dyn, base, *, side=None, norm=None, eps=1e-6):
+    """y[b,i,c] = sum_t (base[t,c] + dyn[b,i,t,c//g]) * x[b,i-t,c]; zero before row 0 of a block.
+
+    With `side`, dyn[B, R, S, T, G] and base[S, T, E] hold several sides. A norm is an RMSNorm of
+    the rows first, rounded to their dtype before its weight and after.
+    """
+    if norm is not None:
+        wide = x.astype(np.float64)
+        scale = 1 / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps)
+        x = (wide * scale).astype(x.dtype) * norm
+    if side is not None:
+        dyn, base = dyn[:, :, side], base[side]
     x, dyn, base = (a.astype(np.float64) for a in (x, dyn, base))
     batch, rows, width = x.shape
     taps, groups = dyn.shape[2:]
@@ -78,13 +125,15 @@ def dynamic_conv(x, dyn, base):
     return y
 
 
-def top16(logits, *, k=CANDIDATES, vocab=None):
+def top16(logits, *, k=CANDIDATES, vocab=None, multiplier=1.0, soft_cap=None):
     """The k best of each row by (value descending, id ascending): f32[N, 16], i32[N, 16].
 
-    NaN and minus infinity rank below every number and read as MASKED; entries from k on are
-    (MASKED, 0).
+    Values are logits times the multiplier, then soft_cap * tanh(value / soft_cap). NaN and minus
+    infinity rank below every number and read as MASKED; entries from k on are (MASKED, 0).
     """
-    logits = np.asarray(logits, np.float32)[:, :vocab]
+    logits = np.asarray(logits, np.float32)[:, :vocab] * np.float32(multiplier)
+    if soft_cap is not None:
+        logits = np.float32(soft_cap) * np.tanh(logits / np.float32(soft_cap))
     vals = np.full((len(logits), CANDIDATES), MASKED, np.float32)
     ids = np.zeros((len(logits), CANDIDATES), np.int32)
     for n, row in enumerate(logits):
@@ -100,6 +149,22 @@ def argmax_rows(logits, *, vocab=None):
     return top16(logits, k=1, vocab=vocab)[1][:, 0]
 
 
+def greedy_rows(logits, *, vocab=None, with_hashes=False):
+    """Best ids i32[N], whether all of a row's tokens are finite bool[N], and hashes u32[N] or None.
+
+    A hash is the sum, modulo 2^32, of every column's f32 bit pattern times the odd number
+    (2 * column + 1) * 2654435761; columns that are no tokens count.
+    """
+    is_finite = np.isfinite(np.asarray(logits, np.float32)[:, :vocab]).all(axis=1)
+    hashes = None
+    if with_hashes:
+        # u64 wraps modulo 2^64, of which 2^32 is a divisor.
+        odd = (2 * np.arange(logits.shape[1], dtype=np.uint64) + 1) * np.uint64(2654435761)
+        sums = (logits.view(np.uint32).astype(np.uint64) * odd).sum(axis=1, dtype=np.uint64)
+        hashes = (sums % np.uint64(2**32)).astype(np.uint32)
+    return argmax_rows(logits, vocab=vocab), is_finite, hashes
+
+
 def selector_walk(anchor, vals, ids, hproj, predecessor, successor, *, k=CANDIDATES):
     """Walk row by row: path i32[B, J] and the scores f64[B, J, 16] it saw, MASKED from k on.
 
@@ -107,20 +172,51 @@ def selector_walk(anchor, vals, ids, hproj, predecessor, successor, *, k=CANDIDA
     vals[j, c] + <predecessor[previous] * hproj[j], successor[ids[j, c]]>;
     the highest score wins, equal ones by lowest token id.
     """
-    batch, rows, _ = vals.shape
-    hproj, predecessor, successor = (a.astype(np.float64) for a in (hproj, predecessor, successor))
-    path = np.zeros((batch, rows), np.int32)
-    scores = np.full(vals.shape, MASKED)
-    for b in range(batch):
+    path, scores = np.zeros(vals.shape[:2], np.int32), np.full(vals.shape, MASKED)
+    for b, row in enumerate(path):
         previous = anchor[b]
-        for j in range(rows):
-            left = predecessor[previous] * hproj[b, j]
-            for c in range(k):
-                scores[b, j, c] = vals[b, j, c] + left @ successor[ids[b, j, c]]
-            top = scores[b, j, :k].max()
-            previous = min(ids[b, j, c] for c in range(k) if scores[b, j, c] == top)
-            path[b, j] = previous
+        for j in range(len(row)):
+            lattice = vals[b, j], ids[b, j], hproj[b, j], predecessor, successor
+            scores[b, j, :k] = _edge_scores(previous, *lattice)[:k]
+            previous = row[j] = ids[b, j, _best(scores[b, j, :k], ids[b, j])]
     return path, scores
+
+
+def selector_walk_sampled(
+    anchor, vals, ids, hproj, predecessor, successor, temperature, uniforms, *, k=CANDIDATES
+):
+    """Walk by draws: path i32[B, J], scores f64[B, J, 16], and q f64[B, J, 16], 0 from k on.
+
+    q is softmax(scores / temperature), or all on the greedy choice at temperature 0. The first
+    candidate whose cumulative q exceeds the uniform number is drawn.
+    """
+    path, scores = np.zeros(vals.shape[:2], np.int32), np.full(vals.shape, MASKED)
+    q = np.zeros(vals.shape)
+    for b, row in enumerate(path):
+        previous = anchor[b]
+        for j in range(len(row)):
+            lattice = vals[b, j], ids[b, j], hproj[b, j], predecessor, successor
+            scores[b, j, :k] = _edge_scores(previous, *lattice)[:k]
+            if temperature[b] > 0:
+                shifted = scores[b, j, :k] - scores[b, j, :k].max()
+                weights = np.exp(shifted / temperature[b])
+                q[b, j, :k] = weights / weights.sum()
+            else:
+                q[b, j, _best(scores[b, j, :k], ids[b, j])] = 1
+            drawn = int((np.cumsum(q[b, j]) <= uniforms[b, j]).sum())
+            previous = row[j] = ids[b, j, drawn]
+    return path, scores, q
+
+
+def _edge_scores(previous, vals, ids, hproj, predecessor, successor):
+    """f64[16]: unary scores and the edges from token `previous`."""
+    left = predecessor[previous].astype(np.float64) * hproj.astype(np.float64)
+    return vals + successor[ids].astype(np.float64) @ left
+
+
+def _best(scores, ids):
+    """Index of the highest score, equal ones by lowest id."""
+    return min((c for c in range(len(scores)) if scores[c] == scores.max()), key=lambda c: ids[c])
 
 
 def skinny_matmul(x, w, *, residual=None, out_dtype=None):
