@@ -14,16 +14,22 @@ A row is products and sums over Dk in an order that nothing changes: neither how
 are, nor whether a row is folded or new, nor its place among them. Both kinds run through one loop
 body, since two bodies could round differently. No dot is used: a dot's order is the compiler's.
 
-Limits of the kernel: Dk and Dv powers of two from 16 to 256. The convolution before and the gated
-norm behind stay outside: both are one fusion of XLA over few rows. Length-one scaling, decay and
-query scale are inside, since here they cost no trip to memory.
+The kernel runs a program for each sequence, value head and `block_v` columns of S, which it holds
+in registers: it reads them once and writes them once, between the kept rows and the new ones.
+Length-one scaling, decay and query scale are inside, where they cost no trip to memory. The
+convolution before and the gated norm behind stay outside: each is one fusion of XLA over R rows of
+20 KiB (Qwen3.8-27B) beside 6 MiB of state, and the norm needs a whole head's columns, which would
+leave 48 programs for 132 multiprocessors.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._launch import (
     check_dtype,
@@ -35,6 +41,7 @@ from pallas_kernels._launch import (
 )
 
 NORM_EPS = 1e-6  # beside the sum of squares, inside the root
+_DIMS = (16, 32, 64, 128, 256)  # powers of two that a tile of registers holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +94,23 @@ def gated_delta_rows(
       f32[B, R, Hv, Dv] outputs, and the state.
     """
     op = "gated_delta_rows"
-    unserved = _check_operands(
+    _check_operands(
         op, qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept,
         num_key_heads,
     )  # fmt: skip
-    del config, unserved
+    key_dim, value_dim = state.shape[2:]
+    config = GatedDeltaRowsConfig() if config is None else config
+    unserved = None
+    if key_dim not in _DIMS or value_dim not in _DIMS:
+        unserved = f"has a kernel for dims of {_DIMS}, not {key_dim} x {value_dim}"
+    elif value_dim % min(config.block_v, value_dim):
+        raise ValueError(
+            f"{op}: block_v is {config.block_v}, wanted a divisor of {value_dim} value dims"
+        )
     return dispatch(
         op,
         impl,
-        None,
+        _by_kernel,
         gated_delta_rows_xla,
         qkv,
         g,
@@ -107,18 +122,132 @@ def gated_delta_rows(
         past_g,
         past_beta,
         num_kept,
+        unserved=unserved,
         num_key_heads=num_key_heads,
+        config=config,
     )
 
 
+@partial(jax.jit, static_argnames=("num_key_heads", "config", "interpret"))
+def _by_kernel(
+    qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept,
+    *, num_key_heads, config, interpret,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Launch a program for each sequence, value head and columns of its state."""
+    batch, rows = qkv.shape[:2]
+    _, heads, _, value_dim = state.shape
+    block_v = min(config.block_v, value_dim)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, rows, heads, value_dim), jnp.float32),
+        jax.ShapeDtypeStruct(state.shape, state.dtype),
+    ]
+    out = pl.pallas_call(
+        partial(_gated_delta_rows_kernel, num_key_heads=num_key_heads, block_v=block_v),
+        out_shape=out_shape,
+        grid=(value_dim // block_v, heads, batch),
+        in_specs=[whole] * 10,
+        out_specs=[whole] * 2,
+        input_output_aliases={9: 1},
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="gated_delta_rows",
+    )(slots, num_rows, num_kept, qkv, g, beta, past_kv, past_g, past_beta, state)
+    return out[0], out[1]
+
+
+def _gated_delta_rows_kernel(
+    slots_ref,  # i32[B]
+    num_rows_ref,  # i32[B]
+    num_kept_ref,  # i32[B]
+    qkv_ref,  # [B, R, 2*Hk*Dk + Hv*Dv]
+    g_ref,  # f32[B, R, Hv]
+    beta_ref,  # f32[B, R, Hv]
+    past_kv_ref,  # [S, A, Hk*Dk + Hv*Dv]
+    past_g_ref,  # f32[S, A, Hv]
+    past_beta_ref,  # f32[S, A, Hv]
+    _state_in_ref,  # f32[S, Hv, Dk, Dv], the memory of state_ref
+    out_ref,  # out f32[B, R, Hv, Dv]
+    state_ref,  # out f32[S, Hv, Dk, Dv]
+    *,
+    num_key_heads,
+    block_v,
+):
+    """block_v columns of one head's state: kept rows, a write, new rows."""
+    first, head, b = pl.program_id(0) * block_v, pl.program_id(1), pl.program_id(2)
+    num_slots, heads, key_dim, value_dim = state_ref.shape
+    rows, most = qkv_ref.shape[1], past_kv_ref.shape[1]
+    key_head, key_width = head // (heads // num_key_heads), num_key_heads * key_dim
+    row_of_state = jnp.arange(key_dim, dtype=jnp.int32)
+    column = first + jnp.arange(block_v, dtype=jnp.int32)
+    q_channel = key_head * key_dim + row_of_state
+    v_channel = key_width + head * value_dim + column  # of past_kv; queries come before in qkv
+    is_here = (slots_ref[b] >= 0) & (slots_ref[b] < num_slots)
+    slot = jnp.clip(slots_ref[b], 0, num_slots - 1)
+    kept = jnp.where(is_here, num_kept_ref[b], 0)
+    new = jnp.where(is_here, num_rows_ref[b], 0)
+    tile = (slot, head, row_of_state[:, None], column[None, :])
+    everywhere = jnp.full((key_dim, block_v), True)
+
+    def one_row(i, state):  # f32[Dk, block_v]
+        is_past = i < kept
+        past, row = jnp.clip(i, 0, most - 1), jnp.clip(i - kept, 0, rows - 1)
+
+        def either(past_ref, past_at, new_ref, new_at, size):
+            """A vector of the past row or of the new one; the other is not read."""
+            old = jnp.full((size,), is_past)
+            x = plgpu.load(past_ref.at[past_at], mask=old, other=0.0)
+            y = plgpu.load(new_ref.at[new_at], mask=~old, other=0.0)
+            return jnp.where(old, x, y).astype(jnp.float32)
+
+        k = either(past_kv_ref, (slot, past, q_channel), qkv_ref, (b, row, key_width + q_channel),
+                   key_dim)  # fmt: skip
+        v = either(past_kv_ref, (slot, past, v_channel), qkv_ref, (b, row, key_width + v_channel),
+                   block_v)  # fmt: skip
+        q = plgpu.load(qkv_ref.at[b, row, q_channel]).astype(jnp.float32)
+        g = jnp.where(is_past, past_g_ref[slot, past, head], g_ref[b, row, head])
+        beta = jnp.where(is_past, past_beta_ref[slot, past, head], beta_ref[b, row, head])
+        q = q * (lax.rsqrt(jnp.sum(q * q) + NORM_EPS) * key_dim**-0.5)
+        k = (k * lax.rsqrt(jnp.sum(k * k) + NORM_EPS))[:, None]
+        state = jnp.exp(g) * state
+        error = beta * (v - jnp.sum(k * state, axis=0))
+        state = state + k * error[None, :]
+        o = jnp.sum(q[:, None] * state, axis=0)
+        mask = jnp.full((block_v,), ~is_past)
+        plgpu.store(out_ref.at[b, row, head, column], o, mask=mask)
+        return state
+
+    def phase(p, state):
+        """Phase 0 runs the kept rows and writes the state, phase 1 runs the new ones."""
+        is_new = p == 1
+        begin, end = jnp.where(is_new, kept, 0), jnp.where(is_new, kept + new, kept)
+        state = lax.fori_loop(begin, end, one_row, state)
+        plgpu.store(state_ref.at[tile], state, mask=everywhere & (p == 0) & (kept > 0))
+        return state
+
+    state = plgpu.load(state_ref.at[tile], mask=everywhere & is_here, other=0.0)
+    # Two loops would be two bodies, and a known number of phases could be unrolled to as many.
+    lax.fori_loop(0, jnp.where(new > 0, 2, 1), phase, state)
+
+    def no_row(i, carry):
+        plgpu.store(out_ref.at[b, i, head, column], jnp.zeros((block_v,), jnp.float32))
+        return carry
+
+    lax.fori_loop(new, rows, no_row, 0)
+
+
 def gated_delta_rows_xla(
-    qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept, *, num_key_heads
-) -> tuple[jax.Array, jax.Array]:
+    qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept,
+    *, num_key_heads, config=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`gated_delta_rows` as a loop over rows, every sequence at its own row.
 
     The loop runs as often as the longest sequence has rows, so its length is data: a loop of known
     length may be unrolled, and then rows would not share a body.
     """
+    del config  # tiles of the kernel
     batch, rows = qkv.shape[:2]
     most = past_kv.shape[1]
     _, heads, key_dim, value_dim = state.shape
@@ -219,4 +348,3 @@ def _check_operands(
     gates = {"g": g, "beta": beta, "past_g": past_g, "past_beta": past_beta}
     for name, x in {"state": state, **gates}.items():
         check_dtype(op, name, x, jnp.float32)
-    return None
