@@ -229,7 +229,7 @@ def _gated_delta_rows_kernel(
 
     state = plgpu.load(state_ref.at[tile], mask=everywhere & is_here, other=0.0)
     # Two loops would be two bodies, and a known number of phases could be unrolled to as many.
-    lax.fori_loop(0, jnp.where(new > 0, 2, 1), phase, state)
+    lax.fori_loop(0, 1 + jnp.minimum(new, 1), phase, state)
 
     def no_row(i, carry):
         plgpu.store(out_ref.at[b, i, head, column], jnp.zeros((block_v,), jnp.float32))
