@@ -1,4 +1,4 @@
-"""top16, argmax_rows and selector_walk: exact ids, ties to the lowest token id, masked columns."""
+"""top16: exact values and ids, ties to the lowest token id, masked columns, in either form."""
 
 import re
 from functools import cache, partial
@@ -12,70 +12,75 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 import pallas_kernels as pk
+from pallas_kernels.top16_selector import Top16Config
 from tests import cases
-from tests.cases import WalkCase
-from tests.kernels.compare import assert_close, assert_same_bits
+from tests.kernels.compare import assert_close
 from tests.reference import ops
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
+each_impl = pytest.mark.parametrize("impl", ["xla", "interpret"])
 
 
 @cache
-def top16(k=16, vocab=None):
-    return jax.jit(partial(pk.top16, k=k, vocab=vocab))
+def top16(impl, k=16, vocab=None, **options):
+    return jax.jit(partial(pk.top16, k=k, vocab=vocab, impl=impl, **options))
 
 
-@cache
-def argmax_rows(vocab=None):
-    return jax.jit(partial(pk.argmax_rows, vocab=vocab))
-
-
-@cache
-def selector_walk(k=16):
-    return jax.jit(partial(pk.selector_walk, k=k))
-
-
-def assert_top16_is_exact(logits, k=16, vocab=None):
-    vals, ids = top16(k, vocab)(logits)
+def assert_exact(logits, impl, k=16, vocab=None, **options):
+    vals, ids = top16(impl, k, vocab, **options)(logits)
     want_vals, want_ids = ops.top16(logits, k=k, vocab=vocab)
     assert (vals.dtype, ids.dtype) == (np.float32, np.int32)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_array_equal(vals, want_vals)
-    np.testing.assert_array_equal(argmax_rows(vocab)(logits), want_ids[:, 0])
 
 
+@each_impl
 @pytest.mark.parametrize("case", cases.TOP, ids=lambda case: case.name)
-def test_every_case_of_top16_equals_the_oracle_exactly(case):
-    assert_top16_is_exact(cases.make_top(case), case.k, case.vocab)
+def test_every_case_equals_the_oracle_exactly(case, impl):
+    assert_exact(cases.make_top(case), impl, case.k, case.vocab)
+
+
+def test_a_tree_of_the_other_factor_finds_the_same():
+    (case,) = (case for case in cases.TOP if case.name == "bf16")  # few rows, so 4 by default
+    assert_exact(cases.make_top(case), "interpret", config=Top16Config(factor=8))
+
+
+def test_a_tree_of_more_than_128_roots_finds_the_same():
+    """600,000 columns are 147 chunks of 4,096; the best of them stand in a few and tie."""
+    logits = np.random.default_rng(0).integers(-9, 0, (1, 600_000)).astype(np.float32)
+    logits[0, [599_999, 599_990, 4096, 4095, 8]] = [3, 5, 3, 3, 4]
+    assert_exact(logits, "interpret")
 
 
 # Few values, so that ties, rows of infinities and NaN among the best come up often.
 LOGITS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -3e38, 3e38, -np.inf, np.inf, np.nan])
 
 
+@each_impl
 @given(st.data())
-def test_top16_is_exact_for_any_small_row(data):
-    """2,200 columns are 18 groups of 128, the last one ragged: both stages work."""
-    logits = np.full((2, 2200), -5, np.float32)
+def test_top16_is_exact_for_any_small_row(impl, data):
+    """2,200 columns are 18 groups of 128 and five of 512, the last of either ragged."""
+    logits = np.full((3, 2200), -5, np.float32)
     for row in logits:
         spots = data.draw(st.lists(st.tuples(st.integers(0, 2199), LOGITS), max_size=40))
         for token, value in spots:
             row[token] = value
-    assert_top16_is_exact(logits)
+    assert_exact(logits, impl, vocab=2199)
 
 
+@each_impl
 @given(st.lists(LOGITS, min_size=17, max_size=17))
-def test_top16_is_exact_when_nearly_all_of_the_row_is_taken(row):
-    assert_top16_is_exact(np.array([row], np.float32))
+def test_top16_is_exact_when_nearly_all_of_the_row_is_taken(impl, row):
+    assert_exact(np.array([row], np.float32), impl)
 
 
-@pytest.mark.parametrize("columns", [40, 2200])
-def test_rows_with_few_finite_logits_still_name_tokens_that_exist(columns):
+@pytest.mark.parametrize("columns, impl", [(40, "xla"), (2200, "xla"), (2200, "interpret")])
+def test_rows_with_few_finite_logits_still_name_tokens_that_exist(columns, impl):
     logits = np.full((3, columns), -np.inf, np.float32)
     logits[0, columns - 2] = -1
     logits[1] = np.nan
-    assert_top16_is_exact(logits, vocab=columns - 1)
-    vals, ids = (np.asarray(x) for x in top16(16, columns - 1)(logits))
+    assert_exact(logits, impl, vocab=columns - 1)
+    vals, ids = (np.asarray(x) for x in top16(impl, 16, columns - 1)(logits))
     assert np.isfinite(vals).all()
     np.testing.assert_array_equal(ids[1], np.arange(16))
 
@@ -84,12 +89,32 @@ def test_huge_padding_columns_are_never_returned():
     # 307 tokens and 13 columns of padding (B30).
     logits = np.random.default_rng(0).standard_normal((4, 320)).astype(np.float32)
     logits[:, 307:] = np.inf
-    assert np.asarray(top16(16, 307)(logits)[1]).max() < 307
-    assert np.asarray(argmax_rows(307)(logits)).max() < 307
+    assert np.asarray(top16("xla", 16, 307)(logits)[1]).max() < 307
+    assert np.asarray(pk.argmax_rows(logits, vocab=307)).max() < 307
+
+
+@pytest.mark.parametrize("multiplier, impl", [(0.25, "xla"), (-3.0, "xla"), (-3.0, "interpret")])
+def test_a_multiplier_and_a_soft_cap_order_what_they_give(multiplier, impl):
+    """Levels lie far enough apart that no rounding of a tanh exchanges two of them."""
+    logits = np.random.default_rng(0).integers(-20, 21, (3, 2200)).astype(np.float32)
+    options = {"multiplier": multiplier, "soft_cap": 30.0}
+    vals, ids = top16(impl, 16, 2100, **options)(logits)
+    want_vals, want_ids = ops.top16(logits, vocab=2100, **options)
+    np.testing.assert_array_equal(ids, want_ids)
+    assert_close(vals, want_vals)
+
+
+@each_impl
+def test_logits_that_a_cap_makes_equal_go_to_the_lowest_id(impl):
+    logits = np.full((1, 2200), -1000, np.float32)
+    logits[0, 100:2200:100] = np.arange(500, 2600, 100)  # 21 of them, all of which tanh takes to 1
+    vals, ids = top16(impl, 16, None, soft_cap=5.0)(logits)
+    np.testing.assert_array_equal(ids[0], np.arange(100, 1700, 100))
+    np.testing.assert_array_equal(vals, np.full((1, 16), 5, np.float32))
 
 
 def test_top16_searches_group_maxima_and_survivors_but_not_the_vocabulary():
-    traced = jax.make_jaxpr(top16())(jax.ShapeDtypeStruct((4, 151936), jnp.float32))
+    traced = jax.make_jaxpr(top16("xla"))(jax.ShapeDtypeStruct((4, 151936), jnp.float32))
     widths = [
         eqn.invars[0].aval.shape[-1]
         for eqn in _equations(traced.jaxpr)
@@ -105,149 +130,13 @@ def _equations(jaxpr):
             yield from _equations(sub)
 
 
-def test_vmap_of_top16_equals_rows():
+@each_impl
+def test_vmap_of_top16_equals_rows(impl):
     logits = cases.make_top(cases.TOP[4])
-    vals, ids = jax.jit(jax.vmap(lambda row: pk.top16(row[None], vocab=4099)))(logits)
+    vals, ids = jax.jit(jax.vmap(lambda row: pk.top16(row[None], vocab=4099, impl=impl)))(logits)
     want_vals, want_ids = ops.top16(logits, vocab=4099)
     np.testing.assert_array_equal(np.asarray(ids)[:, 0], want_ids)
     np.testing.assert_array_equal(np.asarray(vals)[:, 0], want_vals)
-
-
-@pytest.mark.parametrize("case", cases.WALK, ids=lambda case: case.name)
-def test_every_case_of_the_walk_equals_the_oracle(case):
-    inputs = cases.make_walk(case)
-    path, scores = selector_walk(case.k)(*inputs)
-    want_path, want_scores = ops.selector_walk(*inputs, k=case.k)
-    np.testing.assert_array_equal(path, want_path)
-    assert_close(scores[..., : case.k], want_scores[..., : case.k])
-    np.testing.assert_array_equal(scores[..., case.k :], np.float32(ops.MASKED))
-
-
-def lattice(batch=1, rows=3, rank=256, vocab=200):
-    """Inputs of a walk without edges: ids 16 * j, 16 * j + 1, ... in row j, all scores 0."""
-    ids = np.arange(rows * 16, dtype=np.int32).reshape(1, rows, 16).repeat(batch, 0)
-    return {
-        "anchor": np.full(batch, 190, np.int32),
-        "vals": np.zeros((batch, rows, 16), np.float32),
-        "ids": ids,
-        "hproj": np.ones((batch, rows, rank), np.float32),
-        "predecessor": np.zeros((vocab, rank), np.float32),
-        "successor": np.zeros((vocab, rank), np.float32),
-    }
-
-
-def walk(x, k=16):
-    return [np.asarray(y) for y in selector_walk(k)(*x.values())]
-
-
-@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
-def test_unary_scores_order_candidates_whatever_their_sign(sign):
-    x = lattice()
-    x["vals"][...] = sign * 10 + np.linspace(1, 0, 16, dtype=np.float32)
-    path, scores = walk(x)
-    np.testing.assert_array_equal(path, [[0, 16, 32]])
-    np.testing.assert_array_equal(scores, x["vals"])
-
-
-def test_the_best_path_may_need_the_last_candidate_and_a_late_dimension():
-    """Only dim 200 of 256 tells, and each row's winner is the one of rank 15 (B16)."""
-    x = lattice()
-    x["vals"][...] = np.linspace(3, 0, 16, dtype=np.float32)
-    x["predecessor"][[190, 15, 31], 200] = 2
-    x["successor"][[15, 31, 47], 200] = 5
-    np.testing.assert_array_equal(walk(x)[0], [[15, 31, 47]])
-    x["hproj"][0, 1, 200] = 0  # row 1 alone loses its edge, and with it row 2 its predecessor
-    np.testing.assert_array_equal(walk(x)[0], [[15, 16, 32]])
-
-
-def test_the_edge_comes_from_the_chosen_token_not_from_the_same_column():
-    x = lattice()
-    x["vals"][0, 0, 3] = 1  # token 3 is chosen first
-    x["predecessor"][3, 0] = 1
-    x["successor"][16 + 9, 0] = 4
-    path, scores = walk(x)
-    np.testing.assert_array_equal(path, [[3, 25, 32]])
-    assert scores[0, 1, 9] == 4
-
-
-def test_the_first_row_follows_the_anchor_of_its_own_sequence():
-    x = lattice(batch=2)
-    x["anchor"] = np.array([190, 191], np.int32)
-    x["predecessor"][191, 7] = 1
-    x["successor"][5, 7] = 1
-    np.testing.assert_array_equal(walk(x)[0], [[0, 16, 32], [5, 16, 32]])
-
-
-def test_equal_scores_go_to_the_lowest_token_id_not_the_lowest_rank():
-    x = lattice()
-    x["ids"] = x["ids"][:, :, ::-1].copy()  # the lowest id has rank 15
-    np.testing.assert_array_equal(walk(x)[0], [[0, 16, 32]])
-    x["vals"][0, 1] = -4  # an edge lifts rank 2 (token 29) to the level of token 31's unary
-    x["vals"][0, 1, 0] = 2
-    x["predecessor"][0, 0], x["successor"][29, 0] = 1, 6
-    np.testing.assert_array_equal(walk(x)[0], [[0, 29, 32]])
-
-
-def test_masked_candidates_are_never_chosen():
-    x = lattice()
-    x["vals"][..., 5:] = 100
-    x["successor"][...], x["predecessor"][...] = 1, 1
-    path, scores = walk(x, k=5)
-    np.testing.assert_array_equal(path, [[0, 16, 32]])
-    np.testing.assert_array_equal(scores[..., 5:], np.float32(pk.MASK_VALUE))
-
-
-def test_a_walk_over_nan_stays_among_its_candidates():
-    x = lattice()
-    x["hproj"][0, 1] = np.nan
-    path, _ = walk(x, k=7)
-    assert path[0, 0] == 0
-    assert 16 <= path[0, 1] < 23
-    assert path[0, 2] == 32
-
-
-def test_a_walk_keeps_its_bits_in_another_batch_row():
-    case = WalkCase("batch", 3, 7, 300, 32)
-    anchor, vals, ids, hproj, *codebooks = cases.make_walk(case)
-    path, scores = (np.asarray(y) for y in selector_walk()(anchor, vals, ids, hproj, *codebooks))
-    order = np.array([2, 0, 1])
-    got = selector_walk()(anchor[order], vals[order], ids[order], hproj[order], *codebooks)
-    np.testing.assert_array_equal(got[0], path[order])
-    assert_same_bits(got[1], scores[order])
-    # Row j, given its predecessor as the anchor, walks on as row 0.
-    rest = lambda x: np.roll(x, -1, axis=1)
-    got = selector_walk()(path[:, 0], rest(vals), rest(ids), rest(hproj), *codebooks)
-    np.testing.assert_array_equal(np.asarray(got[0])[:, :-1], path[:, 1:])
-    assert_same_bits(np.asarray(got[1])[:, :-1], scores[:, 1:])
-
-
-GOOD = {
-    "anchor": jnp.zeros(2, jnp.int32),
-    "vals": jnp.zeros((2, 3, 16), jnp.float32),
-    "ids": jnp.zeros((2, 3, 16), jnp.int32),
-    "hproj": jnp.zeros((2, 3, 8), jnp.bfloat16),
-    "predecessor": jnp.zeros((40, 8), jnp.bfloat16),
-    "successor": jnp.zeros((40, 8), jnp.bfloat16),
-}
-
-
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ({"vals": jnp.zeros((2, 3, 8))}, "vals is f32[2, 3, 8], wanted shape [2, 3, 16]"),
-        ({"vals": jnp.zeros((2, 3, 16), jnp.bfloat16)}, "wanted dtype float32"),
-        ({"ids": jnp.zeros((2, 3, 16), jnp.uint32)}, "wanted dtype int32"),
-        ({"anchor": jnp.zeros(3, jnp.int32)}, "anchor is i32[3], wanted shape [2]"),
-        ({"hproj": jnp.zeros((3, 3, 8))}, "hproj is f32[3, 3, 8], wanted shape [2, 3, 8]"),
-        ({"successor": jnp.zeros((41, 8))}, "successor is f32[41, 8], wanted shape [40, 8]"),
-        ({"k": 17}, "k is 17, wanted 1 to 16"),
-    ],
-    ids=["candidates", "vals_dtype", "ids_dtype", "anchor", "hproj", "codebooks", "k"],
-)
-def test_a_wrong_argument_of_the_walk_is_one_sentence(bad, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        pk.selector_walk(**{**GOOD, **bad})
-    assert str(error.value).startswith("selector_walk: ")
 
 
 @pytest.mark.parametrize(
@@ -258,10 +147,17 @@ def test_a_wrong_argument_of_the_walk_is_one_sentence(bad, message):
         ({"logits": jnp.zeros((2, 12))}, "k is 16, wanted 1 to 12"),
         ({"k": 0}, "k is 0, wanted 1 to 16"),
         ({"vocab": 41}, "vocab is 41, wanted 1 to the 40 columns"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0, wanted a positive number or None"),
     ],
-    ids=["rank", "dtype", "few_tokens", "k", "vocab"],
+    ids=["rank", "dtype", "few_tokens", "k", "vocab", "soft_cap"],
 )
 def test_a_wrong_argument_of_top16_is_one_sentence(bad, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         pk.top16(**{"logits": jnp.zeros((2, 40)), **bad})
     assert str(error.value).startswith("top16: ")
+
+
+def test_more_columns_than_the_tree_serves_are_refused_before_anything_compiles():
+    logits = jax.ShapeDtypeStruct((16, 5_000_000), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="5000000 columns, only for up to 4194304"):
+        jax.eval_shape(partial(pk.top16, impl="interpret"), logits)
