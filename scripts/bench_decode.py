@@ -55,7 +55,14 @@ _ALL = tuple(
     for batch in (1, 8, 32)
     for drafter in ("dflash", "dflash2")
 )
-MATRICES = {"small": _SMALL, "full": tuple(dict.fromkeys((*_SMALL, *_NEXT, *_ALL)))}
+_HYBRID = tuple(
+    f"{shapes}:dflash2:{batch}:1024" for shapes in ("qwen3.5-4b", "qwen3.8-27b") for batch in (1, 8)
+) + ("qwen3.5-4b:dflash2:1:16384", "qwen3.5-4b:none:1:1024", "qwen3.8-27b:none:1:1024")
+MATRICES = {
+    "hybrid": _HYBRID,
+    "small": _SMALL,
+    "full": tuple(dict.fromkeys((*_SMALL, *_NEXT, *_ALL))),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ class Bench:
         """Figures of one configuration."""
         import jax
         from decode_runner import Runner
+        from random_pair import state_bytes
 
         from dflash_jax.drafters import oracle_drafter
         from dflash_jax.fixed import plan
@@ -145,7 +153,8 @@ class Bench:
             "temp_gb": run.temp_bytes / 1e9,
             "chunks": len(times),
         }
-        figures |= _limit(params, setting, fixed, figures["cycle_ms"])
+        states = state_bytes(run.buffers)
+        figures |= _limit(params, setting, fixed, states, figures["cycle_ms"])
         figures["tokens_per_s"] = 1000 * setting.batch * (accept + 1) / figures["cycle_ms"]
         if args.tau:
             figures["tokens_per_s_at_tau"] = {
@@ -188,8 +197,11 @@ class Bench:
         self.pair = (setting.shapes, setting.drafter)
 
 
-def _limit(params: Any, setting: Setting, fixed: Any, cycle_ms: float) -> dict[str, float]:
-    """The least time the memory allows: weights once, and every key and value of the context."""
+def _limit(
+    params: Any, setting: Setting, fixed: Any, states: int, cycle_ms: float
+) -> dict[str, float]:
+    """The least time the memory allows: weights once, every key and value of the context, and
+    recurrent states once in each direction."""
     from random_pair import weight_bytes
 
     weights = weight_bytes(params)
@@ -197,10 +209,11 @@ def _limit(params: Any, setting: Setting, fixed: Any, cycle_ms: float) -> dict[s
         spec.shape[1] * spec.shape[3] * spec.nbytes // _size(spec) for spec in fixed.k_pools
     )
     kv = 2 * setting.batch * setting.context * a_key
-    limit = (weights + kv) / BYTES_A_MS
+    limit = (weights + kv + states) / BYTES_A_MS
     return {
         "weight_gb": weights / 1e9,
         "kv_gb": kv / 1e9,
+        "state_gb": states / 1e9,
         "limit_ms": limit,
         "share_of_limit": limit / cycle_ms,
     }
@@ -244,7 +257,8 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "cycles_a_chunk": args.cycles,
         "impl": args.impl,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "limit_formula": "(weight bytes + 2 * batch * context * L * K * D * itemsize) / 4.3 TB/s",
+        "limit_formula": "(weight bytes + 2 * batch * context * L * K * D * itemsize "
+        "+ 2 * recurrent state bytes) / 4.3 TB/s",
     }
 
 

@@ -23,6 +23,12 @@ from dflash_jax.scratch import init_scratch
 from dflash_jax.state import Status, init_buffers, init_state
 
 
+@jax.jit
+def _copied(tree: Any) -> Any:
+    """The tree in memory of its own."""
+    return jax.tree.map(jnp.copy, tree)
+
+
 class Runner:
     """Carriers of one configuration and what is done with them."""
 
@@ -46,7 +52,12 @@ class Runner:
         pages = jax.random.permutation(jax.random.key(2), fixed.num_pages).astype(jnp.int32)
         table = pages.reshape(fixed.batch, -1)
         meta = small.meta.replace(block_table=table)
+        if small.verify_wy_tables is not None:
+            slots = jnp.arange(fixed.batch, dtype=jnp.int32)
+            small = small.replace(verify_wy_tables=slots)
         self.buffers = small.replace(meta=meta, k_pools=k_pools, v_pools=v_pools)
+        # Keys are found by their positions; a recurrent state has to be set back.
+        self.states = None if small.gdn is None else _copied(small.gdn)
         self.last: Any = None
 
     def start(self, *, keep: int | None = None) -> Any:
@@ -61,6 +72,11 @@ class Runner:
             keep=every * (self.fixed.num_drafts if keep is None else keep),
             status=every * int(Status.ACTIVE),
         )
+
+    def rewind(self) -> None:
+        """Set recurrent states back to where every chunk starts."""
+        if self.states is not None:
+            self.buffers = self.buffers.replace(gdn=_copied(self.states))
 
     def chunk(self, state: Any) -> Any:
         """Run one chunk; its record and the state after it."""
@@ -83,6 +99,7 @@ class Runner:
             draft=oracle_drafter(unknown, num_drafts=self.fixed.num_drafts, inner=inner)
         )
         self._compile(state)
+        self.rewind()
         taken = []
         for _ in range(-(-count // self.options.cycles)):
             began = time.perf_counter()
@@ -101,6 +118,7 @@ class Runner:
         ends = []
         waiting = None
         for state in states:
+            self.rewind()
             record, _ = self.chunk(state)
             if waiting is not None:
                 jax.block_until_ready(waiting)

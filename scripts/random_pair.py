@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.config import DraftConfig, RuleConfig, TargetConfig
+from dflash_jax.config import DraftConfig, GdnConfig, RuleConfig, TargetConfig
 from dflash_jax.params import (
     ConvParams,
     DraftParams,
+    GdnParams,
     LayerParams,
     Params,
     RuleParams,
@@ -58,6 +59,55 @@ _TARGETS: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
+    # Feed-forward and head counts of the 4B as publicly described; the others as published.
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "tie_word_embeddings": True,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "qwen3.8-27b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "tie_word_embeddings": False,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "tiny-hybrid": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+        "tie_word_embeddings": False,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 192,
@@ -72,7 +122,15 @@ _TARGETS: dict[str, dict[str, Any]] = {
 # What a drafter has instead of its target's sizes; the small pair is the one that we ship.
 _DRAFTERS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"num_hidden_layers": 3, "intermediate_size": 704},
+    "qwen3.5-4b": {
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3.8-27b": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
     "tiny": {"num_hidden_layers": 2},
+    "tiny-hybrid": {"num_hidden_layers": 2},
 }
 _SELECTOR_RANKS = {"smollm2-135m": 16}
 SHAPES = tuple(_TARGETS)
@@ -119,8 +177,8 @@ def params_specs(
     spec = partial(_spec, dtype=dtype)
     target_params = TargetParams(
         embed=spec(target.vocab, target.width),
-        layers=tuple(_layer(target, spec) for _ in range(target.num_layers)),
-        norm=spec(target.width),
+        layers=tuple(_target_layer(target, i, spec) for i in range(target.num_layers)),
+        norm=_norm_of(target, spec)(target.width),
         head=None if target.is_tied else spec(target.vocab, target.width),
         config=target,
     )
@@ -171,6 +229,40 @@ def _layer(config: TargetConfig | DraftConfig, spec: Any) -> LayerParams:
     )
 
 
+def _norm_of(target: TargetConfig, spec: Any) -> Any:
+    """Norms of `1 + w` are f32, whatever the other weights are."""
+    return partial(_spec, dtype="float32") if target.has_unit_norms else spec
+
+
+def _target_layer(target: TargetConfig, i: int, spec: Any) -> LayerParams:
+    """One layer of a dense target, or of a hybrid one without experts."""
+    layer = _layer(target, spec)
+    if not target.has_output_gate:
+        return layer
+    norm = _norm_of(target, spec)
+    layer = layer.replace(input_norm=norm(target.width), post_norm=norm(target.width))
+    if i in target.gdn_layers and target.gdn is not None:
+        gdn = _gdn(target.gdn, target.width, spec)
+        return layer.replace(qkv=None, o=None, q_norm=None, k_norm=None, gdn=gdn)
+    rows = 2 * (target.num_heads + target.num_kv_heads) * target.head_dim
+    return layer.replace(
+        qkv=spec(rows, target.width),
+        q_norm=norm(target.head_dim),
+        k_norm=norm(target.head_dim),
+    )
+
+
+def _gdn(c: GdnConfig, width: int, spec: Any) -> GdnParams:
+    return GdnParams(
+        in_proj=spec(c.in_width, width),
+        conv=spec(c.conv_taps, c.conv_width),
+        a_log=_spec(c.num_value_heads, dtype="float32"),
+        dt_bias=_spec(c.num_value_heads, dtype="float32"),
+        norm=spec(c.value_dim),
+        out=spec(width, c.value_width),
+    )
+
+
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(
     key: jax.Array, mean: float, scale: float, *, shape: tuple[int, ...], dtype: str
@@ -192,6 +284,13 @@ def materialise(specs: Any, *, scale: float = WEIGHT_SCALE, seed: int = 0) -> An
         mean = 1.0 if len(leaf.shape) == 1 else 0.0
         arrays.append(_normal(key, mean, scale, shape=leaf.shape, dtype=leaf.dtype.name))
     return jax.tree.unflatten(tree, arrays)
+
+
+def state_bytes(buffers: Any) -> int:
+    """Bytes of recurrent state that one cycle moves: each state is read once and written once."""
+    if buffers.gdn is None:
+        return 0
+    return sum(2 * math.prod(x.state.shape) * x.state.dtype.itemsize for x in buffers.gdn.layers)
 
 
 def weight_bytes(params: Params) -> int:
