@@ -157,7 +157,7 @@ _RANGES = {
 def _check_numbers(options: SamplingOptions) -> None:
     for name, (is_fit, wanted) in _RANGES.items():
         value = getattr(options, name)
-        if value is None:
+        if value is None and name in ("top_p", "min_p"):
             continue
         _check_number(name, value)
         if not is_fit(value):

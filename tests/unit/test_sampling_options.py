@@ -1,0 +1,70 @@
+"""What a request may ask of sampling; every contradiction is one sentence, before any compile."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dflash_jax.sampling import GREEDY, SamplingMode, SamplingOptions, mode_of, with_seed
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"temperature": -0.1}, ValueError, "temperature is -0.1, wanted 0 or more"),
+        ({"temperature": math.nan}, ValueError, "temperature is nan, wanted a finite number"),
+        ({"temperature": math.inf}, ValueError, "temperature is inf, wanted a finite number"),
+        ({"temperature": "1"}, TypeError, "temperature is '1', wanted a number"),
+        ({"temperature": True}, TypeError, "temperature is True, wanted a number"),
+        ({"top_k": 0}, ValueError, "top_k is 0, wanted at least 1"),
+        ({"top_k": 2.0}, TypeError, "top_k is 2.0, wanted an integer"),
+        ({"top_p": 0.0}, ValueError, "top_p is 0.0, wanted above 0, up to 1"),
+        ({"top_p": 1.5}, ValueError, "top_p is 1.5, wanted above 0, up to 1"),
+        ({"min_p": -0.5}, ValueError, "min_p is -0.5, wanted 0 to 1"),
+        ({"repetition_penalty": 0}, ValueError, "repetition_penalty is 0, wanted above 0"),
+        ({"presence_penalty": math.nan}, ValueError, "presence_penalty is nan"),
+        ({"frequency_penalty": None}, TypeError, "frequency_penalty is None, wanted a number"),
+        ({"seed": -1}, ValueError, "seed is -1, wanted 0 to"),
+        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616, wanted 0 to"),
+        ({"seed": 1.0}, TypeError, "seed is 1.0, wanted an integer"),
+        ({"logit_bias": {1.5: 2.0}}, TypeError, "logit_bias is 1.5, wanted an integer"),
+        ({"logit_bias": {1: math.inf}}, ValueError, "logit_bias is inf, wanted a finite number"),
+        ({"logit_bias": 3}, TypeError, "logit_bias is 3, wanted"),
+        ({"logprobs": 5}, TypeError, "logprobs is 5, wanted True or False"),
+        ({"stop": ["a", ""]}, ValueError, "stop has an empty text"),
+        ({"stop": [1]}, TypeError, "stop is [1], wanted texts"),
+        ({"temperature": 0, "top_k": 5}, ValueError, "top_k is 5, but temperature 0"),
+        ({"temperature": 0, "top_p": 0.9}, ValueError, "top_p is 0.9, but temperature 0"),
+        ({"temperature": 0, "min_p": 0.1}, ValueError, "min_p is 0.1, but temperature 0"),
+        ({"temperature": 1e-6, "seed": 1}, ValueError, "seed is 1, but temperature 1e-06"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_in_one_sentence(asked, error, words):
+    with pytest.raises(error) as found:
+        SamplingOptions(**asked)
+    assert str(found.value).startswith("sampling: ") and words in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_numbers_of_numpy_and_one_stop_string_are_taken():
+    one = SamplingOptions(temperature=np.float32(0.5), top_k=np.int64(3), stop="end")
+    assert one.stop == ("end",) and one.is_random
+    assert SamplingOptions(logit_bias={7: 1, 3: -2}).logit_bias == ((3, -2.0), (7, 1.0))
+
+
+def test_the_mode_has_what_some_request_needs_and_no_more():
+    assert mode_of([GREEDY, SamplingOptions(temperature=0, stop="x")], samples_drafts=True) is None
+    penal = SamplingOptions(temperature=0, presence_penalty=0.5)
+    assert mode_of([GREEDY, penal], samples_drafts=True) == SamplingMode(penalties=True)
+    mixed = [GREEDY, SamplingOptions(top_k=3), SamplingOptions(min_p=0.1, logprobs=True)]
+    assert mode_of(mixed, samples_drafts=True) == SamplingMode(
+        is_random=True, top_k=True, min_p=True, logprobs=True, samples_drafts=True
+    )
+
+
+def test_a_request_that_draws_gets_a_seed_of_its_own_and_keeps_one_it_has():
+    first, second = (with_seed(SamplingOptions()).seed for _ in range(2))
+    assert first != second and 0 <= first < 2**53
+    assert with_seed(SamplingOptions(seed=5)).seed == 5
+    assert with_seed(GREEDY).seed is None
