@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax.draft_forms import WHO, draft_form
-from dflash_jax.json_values import Json, flag, integer, items, number
+from dflash_jax.json_values import REQUIRED, Json, flag, integer, items, number
 from dflash_jax.rope_config import RopeConfig
 
 
@@ -120,14 +120,14 @@ class DraftConfig:
             raise NotImplementedError(
                 f"{who}: hidden_act {config['hidden_act']!r}, supported: silu"
             )
-        num_layers = integer(config, "num_hidden_layers", who, least=1)
+        num_layers = _depth(config, "num_hidden_layers", who)
         heads = integer(config, "num_attention_heads", who, least=1)
         kv_heads = integer(config, "num_key_value_heads", who, heads, least=1)
         if heads % kv_heads:
             raise ValueError(
                 f"{who}: {heads} query heads are not a multiple of {kv_heads} kv heads"
             )
-        layers_of_target = integer(config, "num_target_layers", who, num_target_layers, least=1)
+        layers_of_target = _depth(config, "num_target_layers", who, num_target_layers)
         if layers_of_target is None:
             raise ValueError(f"{who}: no num_target_layers, and no target was given")
         ids = items(config, "target_layer_ids", who, int)
@@ -197,6 +197,7 @@ def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * step) for i in range(num_layers))
 
 
+_MOST_LAYERS = 4096  # a config that says more is damaged, and a tuple of them would not fit
 _BLOCK_KEYS = ("block_size", "mask_token_id")
 _SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _BUILT = ("dflash", "dflash2", "dspark")
@@ -227,6 +228,13 @@ def _spark_heads(config: Json, kind: str, who: str) -> dict[str, Any]:
         "has_confidence": has_confidence,
         "confidence_reads_markov": reads_markov,
     }
+
+
+def _depth(config: Json, name: str, who: str, default: Any = REQUIRED) -> int:
+    depth = integer(config, name, who, default, least=1)
+    if depth is not None and depth > _MOST_LAYERS:
+        raise ValueError(f"{who}: {name} is {str(depth)[:20]}, wanted at most {_MOST_LAYERS}")
+    return depth
 
 
 def _reduced_vocab(config: Json, who: str) -> int | None:

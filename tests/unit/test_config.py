@@ -306,6 +306,12 @@ REFUSED_DRAFTERS = [
     ({"layer_types": [FULL]}, ValueError, "1 layer_types for 2 layers"),
     ({"num_key_value_heads": 3}, ValueError, "4 query heads are not a multiple of 3 kv heads"),
     ({"num_target_layers": ...}, ValueError, "no num_target_layers, and no target was given"),
+    (
+        {"num_target_layers": 10**9},
+        ValueError,
+        "num_target_layers is 1000000000, wanted at most",
+    ),
+    ({"num_hidden_layers": 10**30}, ValueError, "num_hidden_layers is 1000.*, wanted at most 4096"),
     ({"rope_scaling": {"type": "su", "factor": 2}}, NotImplementedError, "rope type 'su'"),
     ({"head_dim": ...}, ValueError, "no head_dim"),
     ({"dflash_config": {"mask_token_id": None}}, ValueError, "no mask_token_id, in dflash_config"),
