@@ -11,6 +11,7 @@ from dflash_jax import doctor
 from dflash_jax.cli import main
 from dflash_jax.mask_embedding import NAME, write_mask_embedding
 from dflash_jax.safetensors_io import read_file, write_file
+from dflash_jax.weights import PACKAGED_DRAFTERS
 from scripts.make_tiny import write_tiny_pair
 
 MODEL = "model.safetensors"
@@ -215,3 +216,24 @@ def test_no_backend_starts(pair):
     )
     done = subprocess.run([sys.executable, "-c", code, str(pair.target), str(pair.drafter)])
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("drafter", PACKAGED_DRAFTERS)
+def test_the_shipped_drafters_fit_their_target(tmp_path, drafter):
+    """Of the target only the config is read; the int8 files are checked by their headers."""
+    smollm2 = {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_theta": 100000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(smollm2))
+    findings = doctor.examine(tmp_path, drafter)
+    assert [one.topic for one in findings if one.level != "green"] == ["template"]
+    assert "without a tokenizer" in only(findings, "template").reason
