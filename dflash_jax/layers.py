@@ -50,20 +50,6 @@ def embed(ids: jax.Array, table: jax.Array, scale: float = 1.0) -> jax.Array:
     return rows if scale == 1.0 else rows * jnp.asarray(scale, table.dtype)
 
 
-def split_qkv(
-    qkv: jax.Array, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[N, (H + 2K) * D] -> q[N, H, D], k[N, K, D], v[N, K, D]; columns behind are left."""
-    rows = qkv.shape[0]
-    q_end, k_end = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
-    v_end = k_end + num_kv_heads * head_dim
-    return (
-        qkv[:, :q_end].reshape(rows, num_heads, head_dim),
-        qkv[:, q_end:k_end].reshape(rows, num_kv_heads, head_dim),
-        qkv[:, k_end:v_end].reshape(rows, num_kv_heads, head_dim),
-    )
-
-
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Inverse frequencies f64[D/2] of one rope type.
 

@@ -4,8 +4,9 @@ A row's K/V is written before it attends, so row i of a block sees rows up to i 
 Rejected rows are never erased: lengths bound every read, and the next step overwrites them.
 """
 
+from typing import Any, NamedTuple
+
 import jax
-import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.config import LayerAttention
@@ -14,39 +15,62 @@ from dflash_jax.metadata import AttnMetadata
 CAUSAL = LayerAttention(is_causal=True)
 
 
+class Attended(NamedTuple):
+    """What attention leaves."""
+
+    out: jax.Array  # [N, H*D]
+    k_pool: jax.Array
+    v_pool: jax.Array
+    q: jax.Array  # [N, H, D] normed and rotated
+    k: Any  # [N, K, D] likewise; None unless asked for
+    v: Any  # [N, K, D]; None unless asked for
+
+
 def write_and_attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
+    norms: tuple[jax.Array | None, jax.Array | None],
+    angles: tuple[jax.Array, jax.Array],
     k_pool: jax.Array,
     v_pool: jax.Array,
     meta: AttnMetadata,
     args: jax.Array,
     *,
+    num_heads: int,
+    eps: float,
     attention: LayerAttention = CAUSAL,
+    keep_kv: bool = False,
     impl: str = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write K/V of rows to their slots and attend over pages.
+) -> Attended:
+    """Norm and rotate q and k, write K/V of rows to their slots and attend over pages.
 
     Args:
-      q: [N, H, D] queries, RoPE applied.
-      k, v: [N, K, D] keys, RoPE applied, and values.
+      qkv: [N, (H + 2K) * D] rows as the fused projection leaves them; what is behind is not read.
+      norms: [D] weights of q and k, None in a model without such norms.
+      angles: cos, sin of the rows' positions.
       k_pool, v_pool: [pages, K, page_size, D] of this layer, updated in place under donation.
       meta: slots and block table of the rows; N is a multiple of its sequences.
       args: u32[B, 3] (kv_len, q_offset, q_rope_pos).
-      attention: causality and window.
-    Returns:
-      [N, H * D] in q.dtype, and the pools.
+      num_heads: H. eps: of the norms. attention: causality and window.
+      keep_kv: whether the rows' k and v come back too.
     """
-    sequences = meta.block_table.shape[0]
-    # A draft that is not finite must not reach the rows before it, and 0 * NaN is NaN: its values
-    # are stored as zeros, and its keys carry the NaN to the rows that do see it.
-    is_finite = jnp.isfinite(v)
-    k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
-    k_pool, v_pool = pk.reshape_and_cache(k, v, k_pool, v_pool, meta.slot_mapping, impl=impl)
-    q_brhd = q.reshape(sequences, -1, *q.shape[1:])
+    q_norm, k_norm = norms
+    rows = pk.norm_rope_cache(
+        qkv,
+        *angles,
+        (k_pool,),
+        (v_pool,),
+        meta.slot_mapping,
+        num_heads=num_heads,
+        q_norm=q_norm,
+        k_norms=None if k_norm is None else (k_norm,),
+        eps=eps,
+        keep_kv=keep_kv,
+        impl=impl,
+    )
+    assert rows.q is not None  # there are query heads
+    (k_pool,), (v_pool,) = rows.k_pools, rows.v_pools
     out = pk.paged_attention(
-        q_brhd,
+        rows.q.reshape(meta.block_table.shape[0], -1, *rows.q.shape[1:]),
         k_pool,
         v_pool,
         meta.block_table,
@@ -55,4 +79,4 @@ def write_and_attend(
         window=attention.window,
         impl=impl,
     )
-    return out.reshape(q.shape[0], -1), k_pool, v_pool
+    return Attended(out.reshape(qkv.shape[0], -1), k_pool, v_pool, rows.q, rows.k, rows.v)

@@ -5,6 +5,7 @@ are written once, when the token is committed (`fuse_context`). Block rows write
 them for the length of one propose; the next context rows overwrite those (spec/drafters.md §3).
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -15,13 +16,7 @@ from dflash_jax.config import DraftConfig, LayerAttention
 from dflash_jax.drafters.proposal import CommittedRows
 from dflash_jax.drafters.vocabulary import embed_block
 from dflash_jax.fixed import Fixed
-from dflash_jax.layers import (
-    apply_rope,
-    linear,
-    rms_norm,
-    rope_angles,
-    split_qkv,
-)
+from dflash_jax.layers import linear, rms_norm, rope_angles
 from dflash_jax.metadata import AttnMetadata, indirect_args, rows_metadata
 from dflash_jax.paged_kv import write_and_attend
 from dflash_jax.params import ConvParams, DraftParams, LayerParams, Params, TargetParams
@@ -36,7 +31,9 @@ def draft_pools(buffers: Buffers, config: DraftConfig) -> tuple[tuple, tuple]:
     return buffers.k_pools[first:], buffers.v_pools[first:]
 
 
-def _with_draft_pools(buffers: Buffers, k_pools: list, v_pools: list) -> Buffers:
+def _with_draft_pools(
+    buffers: Buffers, k_pools: Sequence[jax.Array], v_pools: Sequence[jax.Array]
+) -> Buffers:
     first = len(buffers.k_pools) - len(k_pools)
     return buffers.replace(
         k_pools=buffers.k_pools[:first] + tuple(k_pools),
@@ -76,22 +73,24 @@ def fuse_context(
     check_shape("fuse_context: features", features, "T M*E", {"M*E": width})
     context = rms_norm(linear(features, draft.fc, impl=impl), draft.hidden_norm, config.rms_eps)
     fused = linear(context, draft.fused_kv, draft.fused_kv_bias, impl=impl)  # [T, L*2*K*D]
-    layers = fused.reshape(fused.shape[0], config.num_layers, 2, config.num_kv_heads, -1)
     angles = rope_angles(rows.positions, config.rope, config.head_dim, fixed.capacity)
-    k_pools, v_pools = map(list, draft_pools(buffers, config))
-    for i, layer in enumerate(draft.layers):
-        k, v = layers[:, i, 0], layers[:, i, 1]  # [T, K, D]
-        k = apply_rope(rms_norm(k, layer.k_norm, config.rms_eps), *angles)
-        k_pools[i], v_pools[i] = pk.reshape_and_cache(
-            k, v, k_pools[i], v_pools[i], slots, impl=impl
-        )
+    written = pk.norm_rope_cache(
+        fused,
+        *angles,
+        *draft_pools(buffers, config),
+        slots,
+        num_heads=0,
+        k_norms=[layer.k_norm for layer in draft.layers],
+        eps=config.rms_eps,
+        impl=impl,
+    )
     scratch = scratch.replace(
         precompute_in=_lead(scratch.precompute_in, features),
         fc_proj=_lead(scratch.fc_proj, context),
         fused_kv_out=_lead(scratch.fused_kv_out, fused),
         slot_mapping_dev=_lead(scratch.slot_mapping_dev, slots),
     )
-    return _with_draft_pools(buffers, k_pools, v_pools), scratch
+    return _with_draft_pools(buffers, written.k_pools, written.v_pools), scratch
 
 
 def forward(
@@ -172,23 +171,33 @@ def layer(
     sequences = meta.block_table.shape[0]
     args = scratch.option_b_indirect_args_dev
     x = scratch.stream_buf
-    normed = rms_norm(x, params.input_norm, config.rms_eps)
-    normed, finish, _ = _convolve(params.attention_conv, normed, sequences, config, impl)
-    qkv = linear(normed, params.qkv, params.qkv_bias, impl=impl)
-    q, k, v = split_qkv(qkv, config.num_heads, config.num_kv_heads, config.head_dim)
-    q = apply_rope(rms_norm(q, params.q_norm, config.rms_eps), *angles)
-    k = apply_rope(rms_norm(k, params.k_norm, config.rms_eps), *angles)
-    out, k_pool, v_pool = write_and_attend(
-        q, k, v, k_pool, v_pool, meta, args, attention=attention, impl=impl
+    normed, finish, _ = _prepare(
+        params.attention_conv, x, params.input_norm, sequences, config, impl
     )
-    x = x + finish(linear(out, params.o, params.o_bias, impl=impl))
-    normed = rms_norm(x, params.post_norm, config.rms_eps)
-    normed, finish, dynamic = _convolve(params.mlp_conv, normed, sequences, config, impl)
+    qkv = linear(normed, params.qkv, params.qkv_bias, impl=impl)
+    out, k_pool, v_pool, q, k, v = write_and_attend(
+        qkv,
+        (params.q_norm, params.k_norm),
+        angles,
+        k_pool,
+        v_pool,
+        meta,
+        args,
+        num_heads=config.num_heads,
+        eps=config.rms_eps,
+        attention=attention,
+        keep_kv=True,  # for the scratch
+        impl=impl,
+    )
+    _, x = finish(linear(out, params.o, params.o_bias, impl=impl), x)
+    normed, finish, dynamic = _prepare(
+        params.mlp_conv, x, params.post_norm, sequences, config, impl
+    )
     gate, up = jnp.split(linear(normed, params.gate_up, impl=impl), 2, axis=1)  # [N, F] each
     inner = jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
-    added = finish(linear(inner, params.down, impl=impl))
+    added, x = finish(linear(inner, params.down, impl=impl), x)
     scratch = scratch.replace(
-        stream_buf=x + added,
+        stream_buf=x,
         q_buf=q.reshape(q.shape[0], -1),
         k_buf=k.reshape(k.shape[0], -1),
         v_buf=v.reshape(v.shape[0], -1),
@@ -202,22 +211,36 @@ def layer(
     return k_pool, v_pool, scratch
 
 
-def _convolve(
-    conv: ConvParams | None, x: jax.Array, sequences: int, config: DraftConfig, impl: str
+def _prepare(
+    conv: ConvParams | None,
+    x: jax.Array,
+    norm: jax.Array,
+    sequences: int,
+    config: DraftConfig,
+    impl: str,
 ):
-    """Prepare the rows of a sub-layer; return them, the finishing convolution, and its kernels.
+    """Norm the rows of a sub-layer and convolve them; return them, its finish, and its kernels.
 
+    finish(z, stream) is what the sub-layer adds to the stream, convolved, and the stream with it.
     Both convolutions take their dynamic kernels from the rows before any of them
     (spec/drafters.md §4.1). Without a convolution both are the identity.
     """
+    eps = config.rms_eps
     if conv is None:
-        return x, lambda z: z, None
-    dynamic = linear(x, conv.projection, impl=impl)  # [N, 2*taps*groups]
+        return rms_norm(x, norm, eps), lambda z, stream: (z, stream + z), None
+    # A kernel norms the rows that it reads; XLA's form of both ops norms them once.
+    dynamic = pk.skinny_matmul(x, conv.projection, norm=norm, eps=eps, impl=impl)
     kernels = dynamic.reshape(sequences, -1, 2, config.conv_taps, config.num_conv_groups)
 
-    def side(rows: jax.Array, which: int) -> jax.Array:
-        blocks = rows.reshape(sequences, -1, rows.shape[-1])  # [B, R, E]
-        y = pk.dynamic_conv(blocks, kernels[:, :, which], conv.base[which], impl=impl)
-        return y.reshape(rows.shape)
+    def blocks(rows: jax.Array) -> jax.Array:
+        return rows.reshape(sequences, -1, rows.shape[-1])  # [B, R, E]
 
-    return side(x, 0), lambda z: side(z, 1), dynamic
+    prepared = pk.dynamic_conv(blocks(x), kernels, conv.base, side=0, norm=norm, eps=eps, impl=impl)
+
+    def finish(z: jax.Array, stream: jax.Array) -> tuple[jax.Array, jax.Array]:
+        added, total = pk.dynamic_conv(
+            blocks(z), kernels, conv.base, side=1, residual=blocks(stream), impl=impl
+        )
+        return added.reshape(z.shape), total.reshape(z.shape)
+
+    return prepared.reshape(x.shape), finish, dynamic

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from dflash_jax.config import TargetConfig
 from dflash_jax.gdn_state import GdnLayerState, GdnState, keep_rows
-from dflash_jax.layers import apply_rope, embed, linear, rms_norm, rope_angles, split_qkv
+from dflash_jax.layers import embed, linear, rms_norm, rope_angles
 from dflash_jax.metadata import AttnMetadata
 from dflash_jax.paged_kv import write_and_attend
 from dflash_jax.params import LayerParams, TargetParams
@@ -150,12 +150,18 @@ def attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention sub-layer: what it adds to the stream for normed[N, E], and the pools."""
     qkv = linear(normed, layer.qkv, layer.qkv_bias, impl=impl)
-    q, k, v = split_qkv(qkv, config.num_heads, config.num_kv_heads, config.head_dim)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(q, layer.q_norm, config.rms_eps)
-        k = rms_norm(k, layer.k_norm, config.rms_eps)
-    q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-    out, k_pool, v_pool = write_and_attend(q, k, v, k_pool, v_pool, meta, args, impl=impl)
+    out, k_pool, v_pool, *_ = write_and_attend(
+        qkv,
+        (layer.q_norm, layer.k_norm),
+        angles,
+        k_pool,
+        v_pool,
+        meta,
+        args,
+        num_heads=config.num_heads,
+        eps=config.rms_eps,
+        impl=impl,
+    )
     if config.has_output_gate:
         gate = qkv[:, qkv.shape[1] - out.shape[1] :]
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)

@@ -134,11 +134,3 @@ def test_embedding_takes_rows_scales_them_and_gives_zeros_for_no_token():
     scaled = layers.embed(jnp.array([3], jnp.int32), table, 2.0)
     np.testing.assert_array_equal(scaled[0], table[3] * jnp.bfloat16(2))
     assert scaled.dtype == jnp.bfloat16
-
-
-def test_a_fused_projection_is_split_into_queries_keys_and_values():
-    qkv = np.arange(2 * (4 + 2 * 2) * 3, dtype=np.float32).reshape(2, -1)
-    q, k, v = layers.split_qkv(jnp.asarray(qkv), 4, 2, 3)
-    assert (q.shape, k.shape, v.shape) == ((2, 4, 3), (2, 2, 3), (2, 2, 3))
-    rows = [np.asarray(part).reshape(2, -1) for part in (q, k, v)]
-    np.testing.assert_array_equal(np.concatenate(rows, axis=1), qkv)
