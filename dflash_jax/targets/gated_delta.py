@@ -46,11 +46,11 @@ def gated_delta_layer(
     batch = rows.slots.shape[0]
     channels, z, g, beta = _project(params, x, config, batch, impl)
     before = _rows_in_front(carried, rows, config)
-    window = jnp.concatenate([before, channels], axis=1)  # [B, taps - 1 + R, C]
-    mixed = causal_conv(window, params.conv)
-    # What is stored for later must be what is used now, bit for bit. Without the barrier XLA may
+    # What is stored for later must be what is used now, bit for bit. Without the barriers XLA may
     # compute it once for each, or keep the wider number that a rounding was to cut.
-    window, mixed, g, beta = lax.optimization_barrier((window, mixed, g, beta))
+    window = lax.optimization_barrier(jnp.concatenate([before, channels], axis=1))
+    mixed = causal_conv(window, params.conv)
+    mixed, g, beta = lax.optimization_barrier((mixed, g, beta))
     run = _prefill_rows if rows.is_prefill else _step_rows
     out, carried = run(window, mixed, g, beta, rows, carried, config, impl)
     normed = rms_norm(out, jnp.ones((config.value_dim,), out.dtype), eps).astype(x.dtype)

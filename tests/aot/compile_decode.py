@@ -40,6 +40,8 @@ def facts_of(compiled: Any, params: Any, carried: Any, vocab: int) -> dict[str, 
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     _, buffers, _ = carried
     pools = {x.shape for x in (*buffers.k_pools, *buffers.v_pools)}
+    if buffers.gdn is not None:
+        pools |= {layer.state.shape for layer in buffers.gdn.layers}
     weights = {x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2}
     pool_bytes = min(nbytes(x) for x in buffers.k_pools)
     every, outer = instructions(hlo), top_level(hlo)
@@ -66,6 +68,7 @@ def facts_of(compiled: Any, params: Any, carried: Any, vocab: int) -> dict[str, 
             for i in outer
             if i.op in ("copy", "transpose", "convert") and i.shape in pools | weights
         ),
+        "num_gated_delta_rows": sum("/gated_delta_rows/pallas_call" in i.text for i in outer),
         "sorted_columns": max(sorted_columns, default=0),
         "vocabulary_rows": max(
             (math.prod(i.shape[:-1]) for i in outer if i.shape and i.shape[-1] == vocab), default=0

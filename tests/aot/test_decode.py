@@ -55,6 +55,15 @@ def test_no_sort_or_top_k_in_a_decode_chunk_runs_over_the_vocabulary(shapes, dra
     assert compiled("decode", shapes, drafter)["sorted_columns"] < vocab
 
 
+def test_a_hybrid_decode_runs_its_states_in_place_and_by_the_kernel():
+    """Each layer's state is aliased, by a kernel that stands at a layer's place in the loop."""
+    facts = compiled("decode", "tiny-hybrid", "dflash2")
+    assert facts["num_aliases"] == facts["num_carriers"]
+    assert facts["alias_bytes"] >= facts["carrier_bytes"]
+    assert facts["copied"] == []
+    assert facts["num_gated_delta_rows"] == 6
+
+
 def test_prefill_aliases_every_carrier_and_copies_no_weight_or_pool():
     facts = compiled("prefill", "tiny", "dflash2")
     assert facts["num_aliases"] == facts["num_carriers"]

@@ -18,6 +18,7 @@ POOL = jnp.zeros((3, 2, 4, 16))
 ROWS = jnp.zeros((2, 2, 16))
 VALS, IDS = jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 16), jnp.int32)
 CODEBOOK = jnp.zeros((20, 4))
+GATES = jnp.zeros((1, 2, 2))
 
 CALLS = {
     "paged_attention": partial(
@@ -44,6 +45,20 @@ CALLS = {
     ),
     "dynamic_conv": partial(
         pk.dynamic_conv, jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 2, 4)), jnp.zeros((2, 16))
+    ),
+    "gated_delta_rows": partial(
+        pk.gated_delta_rows,
+        jnp.zeros((1, 2, 64)),
+        GATES,
+        GATES,
+        jnp.ones(1, jnp.int32),
+        jnp.zeros((1, 2, 16, 16)),
+        jnp.zeros(1, jnp.int32),
+        jnp.zeros((1, 2, 48)),
+        GATES,
+        GATES,
+        jnp.zeros(1, jnp.int32),
+        num_key_heads=1,
     ),
     "top16": partial(pk.top16, jnp.zeros((2, 20))),
     "selector_walk": partial(
