@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
 from tests import cases
 from tests.kernels.compare import TOLERANCE
 from tests.reference import ops
+from tests.reference.gated_delta_rows import gated_delta_rows
 
 Arrays = tuple[Any, ...]
 
@@ -27,7 +29,8 @@ class Op:
     """One op of `pallas_kernels`, by the names that its test uses.
 
     call(case, impl) is a function of the arrays of make(case), as is oracle(case).
-    exact: of each output, whether it equals the oracle's to the bit.
+    exact: whether floats equal the oracle's to the bit too, as ids always do.
+    donated: which inputs are written in place.
     """
 
     name: str
@@ -35,7 +38,8 @@ class Op:
     make: Callable[[Any], Arrays]
     call: Callable[[Any, str], Callable[..., Any]]
     oracle: Callable[[Any], Callable[..., Any]]
-    exact: tuple[bool, ...]
+    exact: bool = False
+    donated: tuple[int, ...] = ()
 
 
 def _attention(case: Any) -> dict[str, Any]:
@@ -44,6 +48,31 @@ def _attention(case: Any) -> dict[str, Any]:
 
 def _top(case: Any) -> dict[str, Any]:
     return {"k": case.k, "vocab": case.vocab}
+
+
+def _greedy(case: Any) -> dict[str, Any]:
+    return {"vocab": case.vocab, "with_hashes": case.dtype == "f32"}  # hashes are of f32 alone
+
+
+def _norm_rope(case: Any, impl: str) -> Callable[..., Any]:
+    def call(rows, cos, sin, k_pools, v_pools, slots, q_norm, k_norms):
+        got = pk.norm_rope_cache(
+            rows,
+            cos,
+            sin,
+            k_pools,
+            v_pools,
+            slots,
+            num_heads=case.heads[0],
+            q_norm=q_norm,
+            k_norms=k_norms,
+            impl=impl,
+        )
+        # The oracle has an empty array where the op has none.
+        q = jnp.zeros((case.rows, 0, case.head_dim), rows.dtype) if got.q is None else got.q
+        return q, got.k_pools, got.v_pools
+
+    return call
 
 
 def _two(make: Callable[[Any], Arrays]) -> Callable[[Any], Arrays]:
@@ -57,7 +86,6 @@ OPS = (
         cases.make_attention,
         lambda case, impl: partial(pk.paged_attention, **_attention(case), impl=impl),
         lambda case: partial(ops.paged_attention, **_attention(case)),
-        (False,),
     ),
     Op(
         "reshape_and_cache",
@@ -65,7 +93,16 @@ OPS = (
         cases.make_cache,
         lambda case, impl: partial(pk.reshape_and_cache, impl=impl),
         lambda case: ops.reshape_and_cache,
-        (True, True),
+        exact=True,
+        donated=(2, 3),
+    ),
+    Op(
+        "norm_rope_cache",
+        cases.NORM_ROPE,
+        cases.make_norm_rope,
+        lambda case, impl: _norm_rope(case, impl),
+        lambda case: partial(ops.norm_rope_cache, num_heads=case.heads[0]),
+        donated=(3, 4),
     ),
     Op(
         "dynamic_conv",
@@ -73,7 +110,6 @@ OPS = (
         cases.make_conv,
         lambda case, impl: partial(pk.dynamic_conv, impl=impl),
         lambda case: ops.dynamic_conv,
-        (False,),
     ),
     Op(
         "top16",
@@ -81,7 +117,14 @@ OPS = (
         lambda case: (cases.make_top(case),),
         lambda case, impl: partial(pk.top16, **_top(case), impl=impl),
         lambda case: partial(ops.top16, **_top(case)),
-        (True, True),
+        exact=True,
+    ),
+    Op(
+        "greedy_rows",
+        cases.TOP,
+        lambda case: (cases.make_top(case),),
+        lambda case, impl: partial(pk.greedy_rows, **_greedy(case), impl=impl),
+        lambda case: partial(ops.greedy_rows, **_greedy(case)),
     ),
     Op(
         "selector_walk",
@@ -89,7 +132,6 @@ OPS = (
         cases.make_walk,
         lambda case, impl: partial(pk.selector_walk, k=case.k, impl=impl),
         lambda case: partial(ops.selector_walk, k=case.k),
-        (True, False),
     ),
     Op(
         "skinny_matmul",
@@ -97,7 +139,6 @@ OPS = (
         _two(cases.make_matmul),
         lambda case, impl: partial(pk.skinny_matmul, impl=impl),
         lambda case: ops.skinny_matmul,
-        (False,),
     ),
     Op(
         "skinny_matmul_swiglu",
@@ -105,7 +146,14 @@ OPS = (
         _two(cases.make_matmul),
         lambda case, impl: partial(pk.skinny_matmul_swiglu, impl=impl),
         lambda case: ops.skinny_matmul_swiglu,
-        (False,),
+    ),
+    Op(
+        "gated_delta_rows",
+        cases.DELTA,
+        cases.make_delta,
+        lambda case, impl: partial(pk.gated_delta_rows, num_key_heads=case.heads[0], impl=impl),
+        lambda case: partial(gated_delta_rows, num_key_heads=case.heads[0]),
+        donated=(4,),
     ),
 )
 NAMES = tuple(op.name for op in OPS)
@@ -127,13 +175,11 @@ def in_both_dtypes(op: Op) -> list[Any]:
 def check(op: Op, case: Any, impl: str) -> dict[str, Any]:
     """Run one case; say how far each output is from the oracle, and whether that is allowed."""
     inputs = op.make(case)
-    got = jax.jit(op.call(case, impl))(*inputs)
-    want = op.oracle(case)(*inputs)
-    got = got if isinstance(got, tuple) else (got,)
-    want = want if isinstance(want, tuple) else (want,)
-    errors, is_right = [], True
-    for one, oracle, exact in zip(got, want, op.exact, strict=True):
-        error, allowed = _distance(np.asarray(one), np.asarray(oracle), exact)
+    got = jax.tree.leaves(jax.jit(op.call(case, impl))(*inputs))
+    want = jax.tree.leaves(op.oracle(case)(*inputs))
+    errors, is_right = [0.0], True
+    for one, oracle in zip(got, want, strict=True):
+        error, allowed = _distance(np.asarray(one), np.asarray(oracle), op.exact)
         errors.append(error)
         is_right &= error <= allowed  # false for a NaN
     found = {"op": op.name, "case": case.name, "dtype": case.dtype, "impl": impl}
@@ -141,13 +187,17 @@ def check(op: Op, case: Any, impl: str) -> dict[str, Any]:
 
 
 def _distance(got: np.ndarray, want: np.ndarray, exact: bool) -> tuple[float, float]:
-    """The largest error over the oracle's largest magnitude, and how much of it is rounding."""
-    if exact:
-        return float(np.mean(got != want)), 0.0
+    """The largest error over the oracle's largest magnitude, and how much of it is rounding.
+
+    NaN and masked scores are where the oracle has them, or the error is infinite.
+    """
+    if exact or got.dtype.kind in "iub":
+        same = (got == want) | (np.isnan(got) & np.isnan(want)) if exact else got == want
+        return float(1 - np.mean(same)) if got.size else 0.0, 0.0
     tolerance = TOLERANCE[got.dtype.name]
-    counts = want > pk.MASK_VALUE  # a masked score is the same number on both sides
-    if (got[~counts] != np.float32(pk.MASK_VALUE)).any():
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    counts = ~np.isnan(want) & (want > pk.MASK_VALUE)
+    if (np.isnan(got) != np.isnan(want)).any() or (got[want <= pk.MASK_VALUE] > -1e37).any():
         return float("inf"), 0.0
-    got, want = got[counts].astype(np.float64), want[counts].astype(np.float64)
-    scale = float(np.abs(want).max(initial=0.0)) or 1.0
-    return float(np.abs(got - want).max(initial=0.0)) / scale, tolerance
+    scale = float(np.abs(want[counts]).max(initial=0.0)) or 1.0
+    return float(np.abs(got - want)[counts].max(initial=0.0)) / scale, tolerance

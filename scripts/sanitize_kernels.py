@@ -26,15 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout without installing
+    import jax
     from kernel_ops import NAMES, OPS, check
 
     if unknown := set(args.op) - set(NAMES):
         parser.error(f"no op {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     found: list[dict[str, Any]] = []
     for op in (op for op in OPS if op.name in (args.op or NAMES)):
-        for case in sorted(op.cases, key=lambda case: sum(x.size for x in op.make(case)))[
-            : args.cases
-        ]:
+        size = lambda case, op=op: sum(x.size for x in jax.tree.leaves(op.make(case)))
+        for case in sorted(op.cases, key=size)[: args.cases]:
             try:
                 found.append(check(op, case, args.impl))
             except NotImplementedError as error:
