@@ -1,8 +1,8 @@
 """Write drafters in their publishers' forms, in full or as int8 with float scales.
 
-int8 is this project's own storage: a matrix `NAME` is I8 with `NAME.scale`, f32, one a row. The two
-selector codebooks have `NAME.column_scale` instead, one a column: their rows are looked up one by
-one, and a scale a row would be as large as the rows.
+int8 is this project's own storage: a matrix `NAME` is I8 with `NAME.scale`, f32, one a row. Tables
+of the vocabulary (the selector's codebooks, the Markov head's two) have `NAME.column_scale`, one a
+column: a scale for each of their short rows would be nearly as large as the rows.
 """
 
 import json
@@ -17,17 +17,20 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.export_forms import OWNERS, drafter_to_hf
 from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
 from dflash_jax.mask_embedding import write_mask_embedding
+from dflash_jax.mtp_config import MtpConfig
+from dflash_jax.mtp_export import head_tensors, head_to_hf
 from dflash_jax.params import (
     ConfidenceParams,
     ConvParams,
     DraftParams,
     LayerParams,
     MarkovParams,
+    MtpParams,
     TargetParams,
 )
 from dflash_jax.safetensors_io import SINGLE_NAME, write_file
 
-_CODEBOOK_ENDING = "_codebook"
+_TABLE_ENDINGS = ("_codebook", "markov_w1", "markov_w2")
 
 
 def save_drafter(
@@ -62,7 +65,7 @@ def save_drafter(
 
 def write_drafter(
     folder: str | os.PathLike[str],
-    config: DraftConfig,
+    config: DraftConfig | MtpConfig,
     tensors: Mapping[str, Any],
     *,
     form: str = "zlab",
@@ -70,13 +73,16 @@ def write_drafter(
 ) -> None:
     """Write a drafter given by checkpoint names; matrices are `[out, in]`.
 
+    An MTP head has one form of its own, whatever `form` says.
+
     Raises:
       ValueError: a config that the form's keys cannot say.
     """
     folder = Path(folder)
-    hf = drafter_to_hf(config, form)
+    is_head = isinstance(config, MtpConfig)
+    hf = head_to_hf(config) if is_head else drafter_to_hf(config, form)
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
-    hf["dtype"] = str(arrays["norm.weight"].dtype)
+    hf["dtype"] = str(arrays["mtp.norm.weight" if is_head else "norm.weight"].dtype)
     if int8:
         arrays = _quantised(arrays)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +95,10 @@ def write_drafter(
         temporary.unlink(missing_ok=True)
 
 
-def drafter_tensors(params: DraftParams) -> dict[str, np.ndarray]:
+def drafter_tensors(params: DraftParams | MtpParams) -> dict[str, np.ndarray]:
     """Params as checkpoint tensors: q, k, v and gate, up apart again."""
+    if isinstance(params, MtpParams):
+        return head_tensors(params)
     tensors = {
         "fc.weight": params.fc,
         "hidden_norm.weight": params.hidden_norm,
@@ -151,8 +159,7 @@ def _tables(params: DraftParams, form: str, target: TargetParams | None) -> dict
             "drafter's own tables; name the target"
         )
     tables = {"embed_tokens.weight": embed, "lm_head.weight": head}
-    dtype = np.asarray(params.norm).dtype
-    found = {name: np.array(x).astype(dtype) for name, x in tables.items() if x is not None}
+    found = {name: np.array(x) for name, x in tables.items() if x is not None}
     if params.mask_embed is not None:
         found["embed_tokens.weight"][params.config.mask_id] = np.asarray(params.mask_embed)
     return found | _map_tensors(params)
@@ -204,11 +211,11 @@ def _quantised(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if array.ndim != 2:
             stored[name] = array
             continue
-        is_codebook = name.removesuffix(".weight").endswith(_CODEBOOK_ENDING)
-        axis = 0 if is_codebook else 1  # the axis that shares a scale
+        is_table = name.removesuffix(".weight").endswith(_TABLE_ENDINGS)
+        axis = 0 if is_table else 1  # the axis that shares a scale
         wide = array.astype(np.float32)
         scale = np.abs(wide).max(axis=axis) / 127.0
         scale = np.where(scale == 0.0, 1.0, scale).astype(np.float32)
         stored[name] = np.rint(wide / np.expand_dims(scale, axis)).astype(np.int8)
-        stored[name + (".column_scale" if is_codebook else ".scale")] = scale
+        stored[name + (".column_scale" if is_table else ".scale")] = scale
     return stored

@@ -144,7 +144,7 @@ def _body(config: DraftConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_context,
         "attention_bias": config.has_attention_bias,
         "tie_word_embeddings": False,
-        **_rope_to_hf(config.rope),
+        **rope_to_hf(config.rope),
     }
 
 
@@ -173,7 +173,8 @@ def _attention_to_hf(attention: tuple[LayerAttention, ...]) -> dict[str, Any]:
     return hf | ({"is_causal": causal.pop()} if len(causal) == 1 else {})
 
 
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`."""
     scaling: dict[str, Any] | None = None
     if rope.kind != "default":
         scaling = {

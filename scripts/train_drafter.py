@@ -1,4 +1,4 @@
-"""Train DFlash and DFlash2 drafters for a target, on text that the target writes itself.
+"""Train drafters of any kind for a target, on text that the target writes itself.
 
     python scripts/train_drafter.py --target smollm2 --minutes 7 --out run
 
@@ -17,7 +17,7 @@ from dflash_jax.prompts import UsageError
 from dflash_jax.train.arguments import Parser, answer, at_least, ids_of, names_of
 from dflash_jax.train.eval_sets import EVAL_SETS
 
-KINDS = ("dflash", "dflash2")
+KINDS = ("dflash", "dflash2", "dspark", "mtp")
 
 
 def build_parser() -> Parser:
@@ -45,10 +45,18 @@ def build_parser() -> Parser:
     shape("--taps", type=ids_of, default="4,10,16,22,28", help="target layers read, from 0")
     shape("--mask-token", default="<reponame>", help="a vocabulary entry that never occurs")
     shape("--mask-id", type=at_least(0), help="its id, if it has no spelling")
-    shape("--block-rows", type=at_least(2), default=8, help="rows of a block, the anchor's too")
+    shape(
+        "--block-rows",
+        type=at_least(2),
+        default=8,
+        help="rows of a verification; drafts and one more",
+    )
     shape("--layers", type=at_least(1), default=3, help="of the drafter")
     shape("--ffn", type=at_least(1), default=704, help="width of its feed-forward layers")
     shape("--selector-rank", type=at_least(1), default=16, help="of DFlash2's codebooks")
+    # 24: with it DSpark's file and an MTP head of 960 columns are 14 MB together.
+    shape("--markov-rank", type=at_least(0), default=24, help="of DSpark's Markov head; 0 for none")
+    shape("--mtp-ffn", type=at_least(1), default=960, help="width of an MTP head's feed-forward")
     train = parser.add_argument_group("training (either --minutes or --steps)").add_argument
     train("--minutes", type=at_least(0, float), default=0.0, help="of training alone")
     train("--steps", type=at_least(0), default=0, help="in all, those before --resume too")

@@ -20,7 +20,7 @@ from dflash_jax.params import LayerParams, TargetParams
 Tensors = Mapping[str, jax.Array]  # weights of a drafter by checkpoint name, matrices [out, in]
 CausalAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-_MASKED = -1e30  # finite, so that a row without keys stays free of NaN
+MASKED = -1e30  # finite, so that a row without keys stays free of NaN
 
 
 def linear(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -99,6 +99,11 @@ def target_forward(
     cos, sin = (jnp.tile(table, (batch, 1)) for table in (cos, sin))  # [B*T, D/2]
     x = params.embed[tokens.reshape(-1)]
     kept = {-1: x} if -1 in taps else {}
+    if config.has_output_gate or config.moe is not None:
+        raise NotImplementedError(
+            f"training: a {config.model_type} target is not supported, wanted a dense one "
+            "(qwen3, llama)"
+        )
     for index, layer in enumerate(params.layers):
         q, k, v = (
             y.reshape(batch, length, *y.shape[1:]) for y in target_qkv(layer, x, cos, sin, config)
@@ -106,19 +111,19 @@ def target_forward(
         x = target_tail(layer, x, attend(q, k, v).reshape(batch * length, -1), config)
         if index in taps:
             kept[index] = x
-    features = jnp.concatenate([kept[i] for i in taps], axis=-1)
+    features = jnp.concatenate([x[:, :0], *(kept[i] for i in taps)], axis=-1)
     hidden = rms_norm(x, params.norm, config.rms_eps)
-    return features.reshape(batch, length, -1), hidden.reshape(batch, length, -1)
+    return features.reshape(batch, length, features.shape[-1]), hidden.reshape(batch, length, -1)
 
 
 @jax.custom_vjp
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+def attention_scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """f32 scores [B, K, G, N, S] of q[B, N, K, G, D] and k[B, S, K, D], gradients in q.dtype."""
     return jnp.einsum("bnkgd,bskd->bkgns", q, k, preferred_element_type=jnp.float32)
 
 
 def _scores_fwd(q: jax.Array, k: jax.Array):
-    return _scores(q, k), (q, k)
+    return attention_scores(q, k), (q, k)
 
 
 def _scores_bwd(saved, grad: jax.Array):
@@ -130,7 +135,7 @@ def _scores_bwd(saved, grad: jax.Array):
     )
 
 
-_scores.defvjp(_scores_fwd, _scores_bwd)
+attention_scores.defvjp(_scores_fwd, _scores_bwd)
 
 
 def _block_attention(
@@ -156,13 +161,14 @@ def _block_attention(
     flat = num_anchors * rows
     q = (q * dim**-0.5).reshape(batch, flat, kv_heads, heads // kv_heads, dim)
     seen = jnp.arange(length) < jnp.repeat(anchors, rows, axis=1)[..., None]  # [B, A*R, T]
-    context = jnp.where(seen[:, None, None], _scores(q, k_context), _MASKED)  # [B, K, G, A*R, T]
-    block = _scores(  # each block is a sequence of its own: [B*A, K, G, R, R]
+    scores = attention_scores(q, k_context)  # [B, K, G, A*R, T]
+    context = jnp.where(seen[:, None, None], scores, MASKED)
+    block = attention_scores(  # each block is a sequence of its own: [B*A, K, G, R, R]
         q.reshape(batch * num_anchors, rows, *q.shape[2:]),
         k_block.reshape(batch * num_anchors, rows, kv_heads, dim),
     )
     if is_causal:
-        block = jnp.where(jnp.tril(jnp.ones((rows, rows), bool)), block, _MASKED)
+        block = jnp.where(jnp.tril(jnp.ones((rows, rows), bool)), block, MASKED)
     block = jnp.moveaxis(block.reshape(batch, num_anchors, *block.shape[1:]), 1, 3)
     block = block.reshape(*context.shape[:4], rows)  # [B, K, G, A*R, R]
 

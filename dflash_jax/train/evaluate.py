@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DraftConfig
 from dflash_jax.params import TargetParams
-from dflash_jax.train.dense import Tensors, causal_attention, draft_hidden, target_forward
-from dflash_jax.train.losses import draft_tokens
+from dflash_jax.train.dense import Tensors, causal_attention, target_forward
+from dflash_jax.train.kinds import Seen, Trainable, drafts_of, taps_of
 
 
 @partial(jax.jit, static_argnames=("configs", "num_anchors", "attention", "chunk"))
@@ -26,7 +25,7 @@ def accepted_counts(
     tensors: Mapping[str, Tensors],
     tokens: jax.Array,
     *,
-    configs: tuple[tuple[str, DraftConfig], ...],
+    configs: tuple[tuple[str, Trainable], ...],
     num_anchors: int,
     attention: str,
     chunk: int,
@@ -38,18 +37,16 @@ def accepted_counts(
       tokens: i32[B, T], T a multiple of `num_anchors`; that many positions go through at once.
     """
     batch, length = tokens.shape
-    taps = configs[0][1].target_layer_ids
-    features = target_forward(target, tokens, taps, causal_attention(attention))[0]
+    taps = taps_of([config for _, config in configs])
+    seen = Seen(tokens, *target_forward(target, tokens, taps, causal_attention(attention)))
     cast = jax.tree.map(lambda x: x.astype(target.embed.dtype), tensors)
     counts = {}
     for name, config in configs:
-        ahead = jnp.arange(1, config.block_rows)
+        ahead = jnp.arange(1, config.max_drafts + 1)
 
         def some(start, name=name, config=config, ahead=ahead):
             anchors = jnp.broadcast_to(start + jnp.arange(num_anchors), (batch, num_anchors))
-            hidden = draft_hidden(cast[name], config, target.embed, features, tokens, anchors)
-            known = jax.lax.dynamic_slice_in_dim(tokens, start, num_anchors, 1)
-            drafts = draft_tokens(cast[name], config, target.lm_head, hidden, known, chunk)
+            drafts = drafts_of(cast[name], config, target, seen, anchors, chunk)
             at = jnp.minimum(anchors[..., None] + ahead, length - 1)
             text = jnp.take_along_axis(tokens, at.reshape(batch, -1), axis=1).reshape(at.shape)
             return jnp.cumprod((drafts == text).astype(jnp.int32), axis=-1).sum(-1)
@@ -93,7 +90,7 @@ def acceptance_length(
 def measure(
     target: TargetParams,
     tensors: Mapping[str, Tensors],
-    configs: Mapping[str, DraftConfig],
+    configs: Mapping[str, Trainable],
     tokens: np.ndarray,
     is_answer: np.ndarray,
     groups: Sequence[str],

@@ -23,12 +23,12 @@ import numpy as np
 import optax
 from flax import struct
 
-from dflash_jax.config import DraftConfig
 from dflash_jax.params import TargetParams
 from dflash_jax.train.arrays import read_arrays, write_arrays
 from dflash_jax.train.data import Corpus, batch_rows
-from dflash_jax.train.dense import Tensors, causal_attention, draft_hidden, target_forward
-from dflash_jax.train.losses import block_losses, pick_anchors, row_targets
+from dflash_jax.train.dense import Tensors, causal_attention, target_forward
+from dflash_jax.train.kinds import Seen, Trainable, losses_of, taps_of
+from dflash_jax.train.losses import pick_anchors, row_targets
 
 Named = dict[str, dict[str, jax.Array]]  # drafter name -> tensors
 
@@ -83,22 +83,6 @@ def learning_rate(options: TrainOptions, fraction: float) -> float:
     return options.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(turn)))
 
 
-def taps_of(configs: Mapping[str, DraftConfig]) -> tuple[int, ...]:
-    """The taps that all drafters of a run share.
-
-    Raises:
-      ValueError: they differ.
-      NotImplementedError: a window or soft-cap, which training does not compute.
-    """
-    taps = {config.target_layer_ids for config in configs.values()}
-    if len(taps) != 1:
-        raise ValueError(f"drafters of one run tap {sorted(taps)}, wanted the same layers")
-    for name, config in configs.items():
-        if config.soft_cap or any(layer.window for layer in config.attention):
-            raise NotImplementedError(f"training {name}: soft-cap and windows are not supported")
-    return taps.pop()
-
-
 def scaled(features: jax.Array, tap_scale: jax.Array) -> jax.Array:
     """features [.., M*E] times one factor a tap, f32[M].
 
@@ -110,7 +94,9 @@ def scaled(features: jax.Array, tap_scale: jax.Array) -> jax.Array:
 
 
 def fold_scale(tensors: Mapping[str, jax.Array], tap_scale: jax.Array) -> dict[str, jax.Array]:
-    """Weights for features as the target gives them."""
+    """Weights for features as the target gives them; an MTP head reads none."""
+    if "fc.weight" not in tensors:
+        return dict(tensors)
     return {**tensors, "fc.weight": scaled(tensors["fc.weight"], tap_scale)}
 
 
@@ -125,7 +111,7 @@ def train_step(
     rate: jax.Array,
     state: TrainState,
     *,
-    configs: tuple[tuple[str, DraftConfig], ...],
+    configs: tuple[tuple[str, Trainable], ...],
     options: TrainOptions,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update of every drafter on rows `index` of the corpus.
@@ -140,10 +126,10 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.key(options.seed), step)
     tokens, is_answer = tokens[index], is_answer[index]
-    taps = taps_of(dict(configs))
+    taps = taps_of([config for _, config in configs])
     attend = causal_attention(options.attention)
-    features = jax.lax.stop_gradient(target_forward(target, tokens, taps, attend)[0])
-    features = scaled(features, tap_scale)
+    features, hidden = jax.lax.stop_gradient(target_forward(target, tokens, taps, attend))
+    seen = Seen(tokens, scaled(features, tap_scale) if taps else None, hidden)
     anchors = pick_anchors(key, is_answer, options.anchors)
     update = optimizer(options).update
     figures: dict[str, jax.Array] = {}
@@ -153,10 +139,7 @@ def train_step(
 
         def loss_of(master: Tensors, config=config, rows=rows):
             cast = {n: x.astype(target.embed.dtype) for n, x in master.items()}
-            hidden = draft_hidden(
-                cast, config, target.embed, features, tokens, jnp.maximum(anchors, 0)
-            )
-            return block_losses(cast, config, target.lm_head, hidden, rows, options.chunk)
+            return losses_of(cast, config, target, seen, anchors, rows, options.chunk)
 
         (_, found), grads = jax.value_and_grad(loss_of, has_aux=True)(state.tensors[name])
         found["grad_norm"] = optax.tree.norm(grads)
@@ -258,7 +241,7 @@ def fit(
     target: TargetParams,
     corpus: Corpus,
     tap_scale: jax.Array,
-    configs: Mapping[str, DraftConfig],
+    configs: Mapping[str, Trainable],
     state: TrainState,
     progress: Progress,
     budget: Budget,

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ import numpy as np
 
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.export import drafter_tensors, write_drafter
-from dflash_jax.params import DraftParams, TargetParams
+from dflash_jax.mtp_config import MtpConfig
+from dflash_jax.params import TargetParams
 from dflash_jax.prompts import UsageError
 from dflash_jax.tokenizer import Tokenizer, eos_ids
 from dflash_jax.train import data, loop
@@ -30,7 +31,8 @@ from dflash_jax.train.corpus import CorpusOptions, Written, peak_gib, write_corp
 from dflash_jax.train.dense import best_attention, causal_attention, target_forward
 from dflash_jax.train.evaluate import measure
 from dflash_jax.train.generate import ChatRules
-from dflash_jax.train.initial import drafter_config, initial_tensors
+from dflash_jax.train.initial import drafter_config, head_config, initial_tensors
+from dflash_jax.train.kinds import Trainable, taps_of
 from dflash_jax.train.seeds import STYLES
 from dflash_jax.weights import load_drafter, load_target, read_configs, resolve_target
 
@@ -73,7 +75,7 @@ class Run:
 
     args: argparse.Namespace
     target: TargetParams
-    configs: dict[str, DraftConfig]
+    configs: dict[str, Trainable]
     attention: str
     log: Journal
     scale: jax.Array = field(default_factory=lambda: jnp.ones(1))
@@ -139,7 +141,7 @@ def stop_ids(tokenizer: Tokenizer, known: Sequence[int]) -> tuple[int, ...]:
 
 def drafter_configs(
     args: argparse.Namespace, target: TargetConfig, tokenizer: Tokenizer, stops: Sequence[int]
-) -> dict[str, DraftConfig]:
+) -> dict[str, Trainable]:
     """The drafters asked for.
 
     Raises:
@@ -160,19 +162,25 @@ def drafter_configs(
             f"--length {args.length}, and the target's context is {target.max_context}"
         )
     try:
-        configs = {
-            kind: DraftConfig.from_hf(
-                drafter_config(
-                    kind, target, taps=args.taps, mask_id=mask, block_rows=args.block_rows,
-                    num_layers=args.layers, ffn=args.ffn, selector_rank=args.selector_rank,
-                )
-            )
-            for kind in args.drafters
-        }  # fmt: skip
-        loop.taps_of(configs)
-    except ValueError as error:
+        configs = {kind: _drafter_config(kind, args, target, mask) for kind in args.drafters}
+        taps_of(list(configs.values()))
+    except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
     return configs
+
+
+def _drafter_config(
+    kind: str, args: argparse.Namespace, target: TargetConfig, mask: int
+) -> Trainable:
+    if kind == "mtp":
+        hf = head_config(target, num_drafts=args.block_rows - 1, ffn=args.mtp_ffn)
+        return MtpConfig.from_hf(hf)
+    hf = drafter_config(
+        kind, target, taps=args.taps, mask_id=mask, block_rows=args.block_rows,
+        num_layers=args.layers, ffn=args.ffn, selector_rank=args.selector_rank,
+        markov_rank=args.markov_rank,
+    )  # fmt: skip
+    return DraftConfig.from_hf(hf)
 
 
 def _settings(args: argparse.Namespace, names: Sequence[str]) -> dict[str, str]:
@@ -280,7 +288,7 @@ def measured_scale(
 
 
 def export(
-    out: Path, configs: Mapping[str, DraftConfig], tensors: Mapping[str, Mapping[str, jax.Array]]
+    out: Path, configs: Mapping[str, Trainable], tensors: Mapping[str, Mapping[str, jax.Array]]
 ) -> Exported:
     """Write every drafter as int8 under `out`; an error in one does not lose the others."""
     done = Exported({}, {})
@@ -301,7 +309,5 @@ def int8_rounded(
     out: Path, names: Sequence[str], target: TargetParams
 ) -> dict[str, dict[str, jax.Array]]:
     """The weights as a reader of the exported files gets them, in f32 like the trained ones."""
-    read = {
-        name: drafter_tensors(cast(DraftParams, load_drafter(out / name, target))) for name in names
-    }
+    read = {name: drafter_tensors(load_drafter(out / name, target)) for name in names}
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), read)

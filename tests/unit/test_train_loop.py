@@ -14,6 +14,7 @@ from dflash_jax.train import arrays, loop
 from dflash_jax.train.data import Corpus
 from dflash_jax.train.dense import context_rows
 from dflash_jax.train.initial import drafter_config
+from dflash_jax.train.kinds import taps_of
 from tests.drawn import drawn_tensors
 from tests.kit import pair
 
@@ -203,13 +204,13 @@ def test_a_budget_is_steps_or_minutes(given):
 
 
 def test_drafters_of_one_run_share_their_taps_and_have_no_windows(configs):
-    assert loop.taps_of(configs) == TAPS
+    assert taps_of([*configs.values()]) == TAPS
     other = dataclasses.replace(configs["dflash"], target_layer_ids=(0,))
     with pytest.raises(ValueError, match="wanted the same layers"):
-        loop.taps_of(configs | {"dflash": other})
+        taps_of([*configs.values(), other])
     capped = dataclasses.replace(configs["dflash"], soft_cap=30.0)
     with pytest.raises(NotImplementedError, match="training dflash: soft-cap"):
-        loop.taps_of(configs | {"dflash": capped})
+        taps_of([*configs.values(), capped])
 
 
 # Checkpoints

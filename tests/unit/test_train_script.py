@@ -16,6 +16,7 @@ SIZES = (
     "--generate-tokens", "1", "--rows", "64", "--length", "192", "--held-out", "4", "--eval-sets",
     "", "--dtype", "float32", "--attention", "xla", "--taps=-1,0", "--mask-id", "306",
     "--block-rows", "4", "--layers", "1", "--ffn", "32", "--selector-rank", "4", "--batch", "4",
+    "--markov-rank", "4", "--mtp-ffn", "32",
     "--anchors", "8", "--log-every", "2", "--measure-seconds", "0", "--checkpoint-seconds", "0",
 )  # fmt: skip
 
@@ -31,22 +32,24 @@ def records(folder, event: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_writes_a_drafter_and_goes_on_where_it_ended(tmp_path, target, capsys):
+def test_a_run_writes_drafters_and_goes_on_where_it_ended(tmp_path, target, capsys):
     out = tmp_path / "out"
-    command = ["--target", str(target), "--out", str(out), *SIZES, "--drafters", "dflash2"]
+    kinds = "dspark", "mtp"
+    command = ["--target", str(target), "--out", str(out), *SIZES, "--drafters", ",".join(kinds)]
     assert train_drafter.main([*command, "--steps", "3"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result == json.loads((out / "results.json").read_text())
     assert result["steps"] == 3 and not result["errors"]
     assert {p.name for p in out.iterdir()} == {
-        "log.jsonl", "results.json", "dflash2", "corpus.npz", "tests.npz", "corpus.json",
+        "log.jsonl", "results.json", *kinds, "corpus.npz", "tests.npz", "corpus.json",
         "checkpoint.npz",
     }  # fmt: skip
-    drafter = load_drafter(out / "dflash2", load_target(target))
-    assert drafter.config.kind == "dflash2" and drafter.config.mask_id == 306
-    assert result["sizes"]["dflash2"] == (out / "dflash2" / "model.safetensors").stat().st_size
-    for what in ("trained", "int8"):
-        assert all(1 <= tau <= 4 for tau in result[f"held_out_{what}"]["dflash2"].values())
+    for kind in kinds:
+        drafter = load_drafter(out / kind, load_target(target))
+        assert drafter.config.kind == kind and drafter.config.max_drafts == 3
+        assert result["sizes"][kind] == (out / kind / "model.safetensors").stat().st_size
+        for what in ("trained", "int8"):
+            assert all(1 <= tau <= 4 for tau in result[f"held_out_{what}"][kind].values())
     assert records(out, "held_out") and records(out, "training")[0]["held_out"] == 4
     assert len(records(out, "sample")) == 12
 
@@ -60,7 +63,10 @@ def test_a_run_writes_a_drafter_and_goes_on_where_it_ended(tmp_path, target, cap
     for change, what in (
         (["--seed", "1"], "corpus.json: made with --seed 0, and --resume came with 1"),
         (["--block-rows", "5"], "checkpoint.npz: made with --block-rows 4, and --resume came"),
-        (["--drafters", "dflash"], "checkpoint.npz: made with --drafters ['dflash2'], and"),
+        (
+            ["--drafters", "dflash"],
+            "checkpoint.npz: made with --drafters ['dspark', 'mtp'], and",
+        ),
         (["--ffn", "48"], "checkpoint.npz: a checkpoint of drafters of other shapes"),
     ):
         assert train_drafter.main([*command, "--steps", "5", "--resume", *change]) == 1
@@ -129,7 +135,7 @@ def refused(monkeypatch, capsys, tmp_path, target):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["--drafters", "dflash,dspark"], "'dflash,dspark', wanted one or more of dflash, dflash2"),
+        (["--drafters", "dflash,eagle"], "'dflash,eagle', wanted one or more of dflash, dflash2"),
         (["--drafters", "dflash,dflash"], "wanted one or more of"),
         (["--eval-sets", "gsm8k,mbpp"], "'gsm8k,mbpp', wanted one or more of gsm8k, humaneval"),
         (["--taps", "0,1"], "wanted ids up to 0"),
