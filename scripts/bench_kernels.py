@@ -77,7 +77,7 @@ def check_run(one: Any, impl: str, inputs: Any) -> list[Any]:
     import jax
     import numpy as np
 
-    return [np.asarray(x) for x in jax.block_until_ready(jax.jit(one.call(impl))(*inputs))]
+    return [np.asarray(x) for x in jax.tree.leaves(jax.jit(one.call(impl))(*inputs))]
 
 
 def _time(one: Any, impl: str, sets: Any, args: argparse.Namespace) -> Any:

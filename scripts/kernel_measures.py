@@ -139,6 +139,34 @@ def top16(vocab: int, aim: float | None = None, dtype: str = "float32"):
     )
 
 
+def greedy(vocab: int, *, with_hashes: bool = False):
+    """The best token of each row, and whether all of it is finite."""
+
+    def of_torch() -> tuple[Callable[..., Any], Callable[[], Inputs]]:
+        import torch
+
+        def call(logits):
+            return torch.argmax(logits, dim=1)
+
+        return call, lambda: (_torch_normal(ROWS, vocab, dtype="float32"),)
+
+    def call(impl: str) -> Callable[..., Any]:
+        return lambda logits: tuple(
+            x for x in pk.greedy_rows(logits, with_hashes=with_hashes, impl=impl) if x is not None
+        )
+
+    return Measure(
+        "greedy_rows",
+        f"{ROWS} x {vocab:,} float32" + (", hashed" if with_hashes else ""),
+        lambda key: (_normal(key, ROWS, vocab, dtype="float32"),),
+        call,
+        _size(ROWS, vocab, itemsize=4),
+        xla_us=40.0,
+        torch=None if with_hashes else of_torch,
+        exact=True,
+    )
+
+
 def walk(batch: int, vocab: int = VOCAB):
     rows = ROWS - 1
 
@@ -164,21 +192,34 @@ def walk(batch: int, vocab: int = VOCAB):
 # The convolution
 
 
-def conv(batch: int):
-    taps, groups = 2, WIDTH // 16
+def conv(batch: int, *, side: str):
+    """A side of the drafter's convolution: `prepare` with its norm, `finish` with its residual."""
+    taps, groups, at = 2, WIDTH // 16, ("prepare", "finish").index(side)
 
     def make(key: Any) -> Inputs:
-        keys = jax.random.split(key, 3)
-        dyn = _normal(keys[1], batch, ROWS, taps, groups)
-        return _normal(keys[0], batch, ROWS, WIDTH), dyn, _normal(keys[2], taps, WIDTH)
+        keys = jax.random.split(key, 4)
+        dyn = _normal(keys[1], batch, ROWS, 2, taps, groups)
+        x = _normal(keys[0], batch, ROWS, WIDTH)
+        third = _normal(keys[3], *((WIDTH,) if at == 0 else x.shape))
+        return x, dyn, _normal(keys[2], 2, taps, WIDTH), third
 
+    def call(impl: str) -> Callable[..., Any]:
+        named = ("norm", "residual")[at]
+
+        def run(x, dyn, base, third):
+            y = pk.dynamic_conv(x, dyn, base, side=at, impl=impl, **{named: third})
+            return y if isinstance(y, tuple) else (y,)
+
+        return run
+
+    rows = _size(batch, ROWS, WIDTH)
     return Measure(
         "dynamic_conv",
-        f"B={batch}, {ROWS} x {WIDTH}, {taps} taps",
+        f"{side}, B={batch}, {ROWS} x {WIDTH}, {taps} taps",
         make,
-        lambda impl: lambda *x: (pk.dynamic_conv(*x, impl=impl),),
-        2 * _size(batch, ROWS, WIDTH) + _size(batch, ROWS, taps, groups) + _size(taps, WIDTH),
-        xla_us=4.0,
+        call,
+        (2 + 2 * at) * rows + _size(batch, ROWS, taps, groups) + _size(taps, WIDTH),
+        xla_us=5.0 * (1 + batch / 32),
     )
 
 
@@ -201,6 +242,96 @@ def cache(rows: int):
     moved = 4 * _size(rows, KV_HEADS, DIM)
     return Measure(
         "reshape_and_cache", f"{rows} rows", make, call, moved, xla_us=5.0, carried=2, exact=True
+    )
+
+
+def norm_rope(rows: int, layers: int, aim: float | None = None):
+    """The rows of a target's layer, or a context's rows for all layers of a drafter."""
+    heads = HEADS if layers == 1 else 0
+    pages = 32
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 4 + 2 * layers)
+        pool = (pages, KV_HEADS, PAGE, DIM)
+        fused = _normal(keys[0], rows, (heads + 2 * layers * KV_HEADS) * DIM)
+        angle = _normal(keys[1], rows, DIM // 2, dtype="float32")
+        slots = 3 * PAGE + 7 + jnp.arange(rows, dtype=jnp.int32)
+        norm = _normal(keys[2], DIM)
+        pools = [tuple(_normal(keys[4 + 2 * i + j], *pool) for i in range(layers)) for j in (0, 1)]
+        return *pools, fused, jnp.cos(angle), jnp.sin(angle), slots, norm
+
+    def call(impl: str) -> Callable[..., Any]:
+        def run(k_pools, v_pools, fused, cos, sin, slots, norm):
+            got = pk.norm_rope_cache(
+                fused,
+                cos,
+                sin,
+                k_pools,
+                v_pools,
+                slots,
+                num_heads=heads,
+                q_norm=norm if heads else None,
+                k_norms=(norm,) * layers,
+                impl=impl,
+            )
+            return (got.k_pools, got.v_pools) if got.q is None else (*got[3:], got.q)
+
+        return run
+
+    moved = 2 * _size(rows, heads + 2 * layers * KV_HEADS, DIM) + 2 * _size(rows, DIM, itemsize=4)
+    what = "q, k, v of a layer" if heads else f"context of {layers} layers"
+    return Measure(
+        "norm_rope_cache", f"{rows} rows, {what}", make, call, moved, aim, xla_us=8.0, carried=2
+    )
+
+
+# Gated DeltaNet
+
+
+def delta_rows(batch: int):
+    """16 rows, 8 kept ones before them, at the shapes of Qwen3.8-27B."""
+    key_heads, heads, dim, kept = 16, 48, 128, 8
+    width = (2 * key_heads + heads) * dim
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 7)
+        gate = lambda k, *shape: jax.nn.sigmoid(_normal(k, *shape, heads, dtype="float32"))
+        every = jnp.ones((batch,), jnp.int32)
+        state = _normal(keys[0], batch, heads, dim, dim, dtype="float32")
+        rows = (batch, ROWS)
+        past_kv = _normal(keys[2], *rows, width - key_heads * dim)
+        return (
+            state,
+            _normal(keys[1], *rows, width),
+            -gate(keys[3], *rows),
+            gate(keys[4], *rows),
+            ROWS * every,
+            jnp.arange(batch, dtype=jnp.int32),
+            past_kv,
+            -gate(keys[5], *rows),
+            gate(keys[6], *rows),
+            kept * every,
+        )
+
+    def call(impl: str) -> Callable[..., Any]:
+        def run(state, qkv, g, beta, num_rows, slots, *past):
+            out, state = pk.gated_delta_rows(
+                qkv, g, beta, num_rows, state, slots, *past, num_key_heads=key_heads, impl=impl
+            )
+            return state, out
+
+        return run
+
+    state_bytes = 2 * _size(batch, heads, dim, dim, itemsize=4)
+    rows_bytes = _size(batch, ROWS, width) + _size(batch, ROWS, heads, dim, itemsize=4)
+    return Measure(
+        "gated_delta_rows",
+        f"B={batch}, {ROWS} rows after {kept}, {heads} heads of {dim}",
+        make,
+        call,
+        state_bytes + rows_bytes,
+        xla_us=200.0,
+        carried=1,
     )
 
 
@@ -285,11 +416,16 @@ def full() -> list[Measure]:
         top16(VOCAB, 15.0),
         top16(LARGE_VOCAB, 18.0),
         top16(VOCAB, dtype="bfloat16"),
+        norm_rope(ROWS, 1, 2.0),
+        greedy(VOCAB),
+        greedy(VOCAB, with_hashes=True),
         walk(1),
         walk(32),
-        conv(1),
-        conv(32),
+        *(conv(batch, side=side) for side in ("prepare", "finish") for batch in (1, 32)),
+        norm_rope(ROWS, 5),
         cache(ROWS),
+        delta_rows(1),
+        delta_rows(8),
         matmul("qkv", WIDTH, (HEADS + 2 * KV_HEADS) * DIM),
         matmul("o", WIDTH, WIDTH),
         matmul("gate_up", WIDTH, 2 * FFN),
@@ -308,7 +444,9 @@ def smoke() -> list[Measure]:
         attention(1, 70, 128),
         top16(5000),
         walk(1, 400),
-        conv(1),
+        conv(1, side="prepare"),
+        norm_rope(4, 1),
+        greedy(5000),
         cache(4),
         matmul("small", 64, 48, 8),
         swiglu(64, 48, 8, has_norm=True),
