@@ -1,7 +1,7 @@
 """How many bytes a decode will hold, from configs and sizes alone: before anything is allocated."""
 
 from dflash_jax.config import DraftConfig, TargetConfig
-from dflash_jax.fixed import ArraySpec, Fixed
+from dflash_jax.fixed import ArraySpec, Fixed, StateTableSpec
 from dflash_jax.mtp_config import DrafterConfig, MtpConfig
 from dflash_jax.scratch import scratch_specs
 
@@ -9,7 +9,7 @@ from dflash_jax.scratch import scratch_specs
 def estimate(target: TargetConfig, draft: DrafterConfig, fixed: Fixed) -> list[tuple[str, int]]:
     """(what, bytes) of everything that lives through a decode; XLA's temporaries come on top."""
     itemsize = ArraySpec((1,), fixed.hidden.dtype).nbytes
-    layers, depth = draft.backbone, target.num_layers
+    layers, depth = draft.backbone, target.num_attention_layers
     pools = [2 * spec.nbytes for spec in fixed.k_pools]  # keys and values have one shape
     scratch = scratch_specs(draft, fixed).values()
     history = ArraySpec((fixed.batch, fixed.capacity + 1), "int32")
@@ -27,12 +27,44 @@ def estimate(target: TargetConfig, draft: DrafterConfig, fixed: Fixed) -> list[t
     if layers is not None:
         rows.insert(1, ("drafter weights", draft_parameters(layers) * itemsize))
         rows.insert(3, ("drafter KV pools", sum(pools[depth:])))
+    if fixed.verify_wy_tables is not None:
+        rows.append(("recurrent states", _state_bytes(fixed.verify_wy_tables)))
     return rows
 
 
+def _state_bytes(table: StateTableSpec) -> int:
+    """Arrays behind a slot table: states, and what waits to be folded into them."""
+    arrays = [getattr(layer, name) for layer in table.layers for name in layer.__slots__]
+    return sum(spec.nbytes for spec in arrays)
+
+
 def target_parameters(c: TargetConfig) -> int:
-    """Numbers in a target's weights; a tied head counts once."""
-    return c.vocab * c.width * (1 if c.is_tied else 2) + c.num_layers * _layer(c) + c.width
+    """Numbers in a target's weights; a tied head counts once.
+
+    Norms and gates that are kept in f32 count as one each, as they are a millionth of the rest.
+    """
+    layers = sum(_target_layer(c, i) for i in range(c.num_layers))
+    return c.vocab * c.width * (1 if c.is_tied else 2) + layers + c.width
+
+
+def _target_layer(c: TargetConfig, i: int) -> int:
+    """Numbers in layer i, whatever its kind."""
+    if not c.has_output_gate and i not in c.moe_layers:
+        return _layer(c)
+    query = c.num_heads * c.head_dim
+    if c.gdn is not None and i in c.gdn_layers:
+        gdn = c.gdn
+        mixer = (gdn.in_width + gdn.value_width) * c.width + gdn.conv_taps * gdn.conv_width
+        mixer += 2 * gdn.num_value_heads + gdn.value_dim
+    else:
+        rows = query * (3 if c.has_output_gate else 2) + 2 * c.num_kv_heads * c.head_dim
+        mixer = rows * c.width + 2 * c.head_dim
+    if c.moe is not None and i in c.moe_layers:
+        moe = c.moe
+        inner = 3 * moe.width + moe.num_experts + (moe.shared_ffn > 0)
+    else:
+        inner = 3 * c.ffn
+    return mixer + inner * c.width + 2 * c.width
 
 
 def draft_parameters(c: DraftConfig) -> int:
@@ -58,7 +90,7 @@ def head_parameters(c: MtpConfig) -> int:
     layer = c.layer
     kv = 2 * layer.num_kv_heads * layer.head_dim
     joined = 2 * layer.width * layer.width + 3 * layer.width
-    return joined + _layer(layer) + kv * (layer.width + layer.has_attention_bias)
+    return joined + _target_layer(layer, 0) + kv * (layer.width + layer.has_attention_bias)
 
 
 def _layer(c: TargetConfig | DraftConfig) -> int:

@@ -27,6 +27,7 @@ class TensorSource:
         self.path = path
         self.dtype = np.dtype(np.float32)
         self._tensors = tensors
+        self.left_out = sorted(name for name in tensors if name.startswith(ignored))
         self.names = {
             name
             for name in tensors

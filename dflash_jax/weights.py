@@ -5,6 +5,7 @@ model is never held twice. A tensor that nobody asks for is an error: it means t
 what its config says.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -46,6 +47,7 @@ DEFAULT_TARGET = "smollm2"
 
 # Tensors that some exports carry and that inference does not read (spec/checkpoints.md §6).
 _IGNORED_TARGET = ("mtp.",)
+_LOG = logging.getLogger(__name__)
 _IGNORED_NESTED = tuple(
     prefix + part
     for prefix in ("", "model.")
@@ -103,6 +105,14 @@ def load_target(
     source, config, prefix = _open(path, dtype, real_vocab)
     params = _read_target(source, prefix, config, progress)
     source.finish()
+    other = [name for name in source.left_out if name.startswith(_IGNORED_NESTED)]
+    if other:
+        _LOG.warning(
+            "%s: the text part is loaded; %d tensors of others are left out (%s, ...)",
+            source.path,
+            len(other),
+            other[0],
+        )
     return params
 
 
