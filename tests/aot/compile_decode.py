@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from dflash_jax.state import init_buffers, init_state
 from scripts.random_pair import SHAPES, pair_configs, params_specs
 from tests.aot.h200 import h200, instructions, kernels, top_level
 
+_IN_PLACE = "output_to_operand_aliasing={"
+_PALLAS = re.compile(r'op_name="[^"]*/(\w+)/pallas_call"')
 _SPARE_PAGES = 4  # pools hold this many times a sequence's pages, so that a gather is no pool
 
 
@@ -54,13 +57,13 @@ def facts_of(compiled: Any, params: Any, carried: Any, vocab: int) -> dict[str, 
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "pool_bytes": pool_bytes,
-        # A scatter that writes rows into a pool has the pool's shape; it runs in place. Logits are
-        # counted by their rows below.
+        # A scatter or a kernel that writes rows into a pool has the pool's shape; it runs in place.
+        # Logits are counted by their rows below.
         "large": sorted(
             f"{i.op} {i.dtype}{list(i.shape)} {i.name}"
             for i in outer
             if i.nbytes >= pool_bytes
-            and not (i.shape in pools and "scatter" in i.name)
+            and not (i.shape in pools and ("scatter" in i.name or _IN_PLACE in i.text))
             and i.shape[-1] != vocab
         ),
         "copied": sorted(
@@ -73,6 +76,7 @@ def facts_of(compiled: Any, params: Any, carried: Any, vocab: int) -> dict[str, 
         "vocabulary_rows": max(
             (math.prod(i.shape[:-1]) for i in outer if i.shape and i.shape[-1] == vocab), default=0
         ),
+        "pallas": dict(Counter(_PALLAS.findall("\n".join(i.text for i in outer)))),
         "kernels": dict(kernels(hlo).most_common()),
     }
 

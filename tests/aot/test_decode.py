@@ -44,6 +44,14 @@ def test_a_decode_chunk_makes_nothing_as_large_as_a_weight_or_a_pool(shapes, dra
 
 
 @pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_a_layer_of_a_decode_chunk_writes_and_attends_in_three_launches(shapes, drafter):
+    layers = {"tiny": 8 + 2, "qwen3-8b": 36 + 5}[shapes]
+    found = compiled("decode", shapes, drafter)["pallas"]
+    assert found["paged_attention_segments"] == found["paged_attention_fold"] == layers
+    assert found["norm_rope_cache"] == layers + 1  # one for the context of all drafter layers
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
 def test_temporary_memory_of_a_decode_chunk_is_less_than_one_layers_pools(shapes, drafter):
     facts = compiled("decode", shapes, drafter)
     assert facts["temp_bytes"] < 2 * facts["pool_bytes"]
