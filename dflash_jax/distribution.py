@@ -94,7 +94,12 @@ def distribution(logits: jax.Array, rows: SamplingState, *, vocab: int) -> jax.A
 
 
 def target_choice(
-    logits: jax.Array, sampling: SamplingState | None, positions: jax.Array, *, vocab: int
+    logits: jax.Array,
+    sampling: SamplingState | None,
+    positions: jax.Array,
+    *,
+    vocab: int,
+    best: jax.Array | None = None,
 ) -> jax.Array:
     """The target's own token behind every row, i32[B, R]: the best one, or drawn.
 
@@ -102,9 +107,11 @@ def target_choice(
       logits: f32[B * R, V], bias and penalties applied.
       sampling: of the B sequences; None takes the best tokens.
       positions: i32[B, R] where the tokens will stand.
+      best: i32[B * R] the best token of each row, if the caller has them.
     """
     if sampling is None or sampling.keys is None:
-        return pk.argmax_rows(logits, vocab=vocab).reshape(positions.shape)
+        best = pk.argmax_rows(logits, vocab=vocab) if best is None else best
+        return best.reshape(positions.shape)
     p = distribution(logits, sampling.rows(positions.shape[1]), vocab=vocab)
     u = uniforms(sampling.keys, positions, Purpose.TARGET)
     return draw(p, u.reshape(-1)).reshape(positions.shape)

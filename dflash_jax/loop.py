@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import pallas_kernels as pk
 from dflash_jax import drafters
 from dflash_jax.commit import commit, write_tokens
 from dflash_jax.distribution import processed_logits, target_choice, token_logprobs
@@ -26,14 +27,7 @@ from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState, Status
-from dflash_jax.verify import (
-    Verification,
-    finite_rows,
-    is_stop,
-    logit_hash,
-    target_rows,
-    verify,
-)
+from dflash_jax.verify import Verification, is_stop, target_rows, verify
 
 
 class FirstToken(NamedTuple):
@@ -136,7 +130,8 @@ def prefill(
     logits = logits_of(last_row, params.target.lm_head, impl=impl)  # f32[1, V]
     vocab = params.target.config.real_vocab
     state = _note_prompt(state, sequence, tokens, num_tokens)
-    first = _first_token(state, sequence, logits, start + count, vocab)
+    greedy = pk.greedy_rows(logits, vocab=vocab, with_hashes=options.certify, impl=impl)
+    first = _first_token(state, sequence, logits, start + count, vocab, best=greedy.ids)
     is_last = following < 0
     next_tokens = jnp.roll(tokens, -1).at[num_tokens - 1].set(jnp.where(is_last, first, following))
     rows = CommittedRows(
@@ -151,14 +146,12 @@ def prefill(
     buffers, scratch = drafters.get(params.draft).advance(
         params, rows, buffers, scratch, fixed=fixed, impl=impl
     )
-    is_finite = finite_rows(logits, vocab)[0]
-    state = _after_prefill(state, sequence, tokens, num_tokens, first, is_finite, is_last)
+    state = _after_prefill(state, sequence, tokens, num_tokens, first, greedy.is_finite[0], is_last)
     logprob = None
     if options.sampling is not None and options.sampling.logprobs:
         logprob = token_logprobs(logits, first[None], vocab=vocab)[0]
-    out = FirstToken(
-        first, logit_hash(logits)[0] if options.certify else None, state.status[sequence], logprob
-    )
+    logits_hash = None if greedy.hashes is None else greedy.hashes[0]
+    out = FirstToken(first, logits_hash, state.status[sequence], logprob)
     return out, state, buffers, scratch
 
 
@@ -173,12 +166,19 @@ def _note_prompt(
 
 
 def _first_token(
-    state: DecodeState, sequence: jax.Array, logits: jax.Array, position: jax.Array, vocab: int
+    state: DecodeState,
+    sequence: jax.Array,
+    logits: jax.Array,
+    position: jax.Array,
+    vocab: int,
+    *,
+    best: jax.Array,
 ) -> jax.Array:
     """The answer's first token, i32[]: the best one of f32[1, V], or drawn for its position."""
     sampling = state.sampling and state.sampling.of(sequence)
-    logits = processed_logits(logits, jnp.zeros((1, 0), jnp.int32), sampling)
-    return target_choice(logits, sampling, position[None], vocab=vocab)[0, 0]
+    given, logits = logits, processed_logits(logits, jnp.zeros((1, 0), jnp.int32), sampling)
+    known = best if logits is given else None
+    return target_choice(logits, sampling, position[None], vocab=vocab, best=known)[0, 0]
 
 
 def _after_prefill(

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+import pallas_kernels as pk
 from dflash_jax import targets
 from dflash_jax.acceptance import Noise, accept_drawn, leading
 from dflash_jax.distribution import (
@@ -24,8 +24,6 @@ from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.sampling import Purpose, positions_behind, uniforms
 from dflash_jax.state import Buffers, DecodeState, Status
-
-_HASH_SPREAD = 2654435761  # 2^32 over the golden ratio
 
 
 class Verification(NamedTuple):
@@ -80,13 +78,14 @@ def verify(
     )
     logits = logits_of(hidden, params.target.lm_head, impl=options.impl)  # f32[N, V]
     vocab = params.target.config.real_vocab
-    committed, num_accepted = _choose(logits, proposal, rows, state, vocab)
+    greedy = pk.greedy_rows(logits, vocab=vocab, with_hashes=options.certify, impl=options.impl)
+    committed, num_accepted = _choose(logits, proposal, rows, state, vocab, best=greedy.ids)
     buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=committed.reshape(-1))
-    is_finite = finite_rows(logits, vocab).reshape(committed.shape)
+    is_finite = greedy.is_finite.reshape(committed.shape)
     num_committed, status = _cut(
         committed, is_finite, jnp.where(rows > 0, num_accepted + 1, 0), state
     )
-    hashes = logit_hash(logits).reshape(committed.shape) if options.certify else None
+    hashes = None if greedy.hashes is None else greedy.hashes.reshape(committed.shape)
     logprobs = None
     if options.sampling is not None and options.sampling.logprobs:
         logprobs = token_logprobs(logits, committed.reshape(-1), vocab=vocab)
@@ -109,14 +108,24 @@ def verify(
 
 
 def _choose(
-    logits: jax.Array, proposal: Proposal, rows: jax.Array, state: DecodeState, vocab: int
+    logits: jax.Array,
+    proposal: Proposal,
+    rows: jax.Array,
+    state: DecodeState,
+    vocab: int,
+    *,
+    best: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`committed` i32[B, R] and `num_accepted` i32[B] of target logits f32[N, V]."""
+    """`committed` i32[B, R] and `num_accepted` i32[B] of target logits f32[N, V].
+
+    `best` i32[N] are their best tokens, if the caller has them.
+    """
     drafts, q, sampling = proposal.tokens, proposal.q, state.sampling
-    logits = processed_logits(logits, drafts, sampling)
+    given, logits = logits, processed_logits(logits, drafts, sampling)
+    best = best if logits is given else None
     positions = positions_behind(state.seq_lens, drafts.shape[1] + 1)
     if q is None:
-        choice = target_choice(logits, sampling, positions, vocab=vocab)
+        choice = target_choice(logits, sampling, positions, vocab=vocab, best=best)
         return choice, leading(drafts == choice[:, :-1], rows)
     assert sampling is not None and sampling.keys is not None  # nothing else samples drafts
     p = distribution(logits, sampling.rows(positions.shape[1]), vocab=vocab)
@@ -193,16 +202,3 @@ def _cut(
     status = jnp.where(stop < taken, Status.STOP, status)
     status = jnp.where(bad < end, Status.NON_FINITE, status)
     return taken, jnp.where(state.is_active, status, state.status).astype(jnp.int32)
-
-
-def finite_rows(logits: jax.Array, vocab: int) -> jax.Array:
-    """bool[N]: whether all of a row's first `vocab` logits are finite; argmax hides a NaN."""
-    return jnp.isfinite(jnp.max(jnp.abs(logits[:, :vocab]), axis=1))
-
-
-def logit_hash(logits: jax.Array) -> jax.Array:
-    """u32[N] of f32[N, V]: bit patterns times an odd number a column, summed modulo 2^32."""
-    column = np.arange(logits.shape[1], dtype=np.uint64)
-    odd = ((2 * column + 1) * _HASH_SPREAD % 2**32 | 1).astype(np.uint32)
-    bits = lax.bitcast_convert_type(logits, jnp.uint32)
-    return jnp.sum(bits * odd[None], axis=1, dtype=jnp.uint32)
