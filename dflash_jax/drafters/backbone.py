@@ -243,4 +243,4 @@ def _prepare(
         )
         return added.reshape(z.shape), total.reshape(z.shape)
 
-    return prepared.reshape(x.shape), finish, dynamic
+    return cast(jax.Array, prepared).reshape(x.shape), finish, dynamic
