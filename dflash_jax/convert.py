@@ -37,7 +37,7 @@ def convert_drafter(
     if destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise FileExistsError(f"{destination}: it exists, wanted a new folder")
     dtype = stored_dtype(source) if dtype is None else dtype
-    tables = None if target is None else load_tables(target, dtype=dtype)
+    tables = None if target is None else load_tables(target)  # exact, whatever `dtype` is
     params = load_drafter(source, tables, dtype=dtype)
     if not isinstance(params, DraftParams):
         raise NotImplementedError(

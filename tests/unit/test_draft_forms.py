@@ -154,3 +154,48 @@ def test_layers_that_are_not_qwen3s_are_refused():
     config = SPECULATORS | {"transformer_layer_config": BODY | {"model_type": "llama"}}
     with pytest.raises(NotImplementedError, match="of model_type 'llama' is not supported"):
         draft_form(config)
+
+
+def test_what_the_speculators_library_saves_is_what_deepspec_says():
+    """Keys and nesting as speculators 0.9.0 (transformers 5.24) wrote them."""
+    body = {k: v for k, v in BODY.items() if k != "rope_theta"} | {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention", "full_attention"],
+        "max_position_embeddings": 4096,
+        "max_window_layers": 28,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "5.24.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    saved = {
+        "architectures": ["DSparkDraftModel"],
+        "auto_map": {"": "config.DSparkSpeculatorConfig"},
+        "aux_hidden_state_layer_ids": [1, 4],
+        "block_size": 7,
+        "confidence_head_with_markov": True,
+        "draft_vocab_size": 307,
+        "dtype": "float32",
+        "enable_confidence_head": False,
+        "markov_head_type": "gated",
+        "markov_rank": 16,
+        "mask_token_id": 306,
+        "sample_from_anchor": True,
+        "sliding_window_non_causal": False,
+        "speculators_config": {"algorithm": "dspark", "default_proposal_method": "greedy"},
+        "speculators_model_type": "dspark",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": body,
+        "transformers_version": "5.24.0",
+    }
+    assert read(saved) == read(DEEPSPEC | {"max_position_embeddings": 4096})

@@ -70,6 +70,16 @@ def test_a_drafter_in_another_form_comes_back_bit_for_bit(tmp_path, pairs, kind,
     assert kept.keys() == read_file(at.drafter / "model.safetensors").keys()
 
 
+def test_copies_of_a_wider_targets_tables_are_recognised_again(tmp_path):
+    """A bf16 drafter of an f32 target: its copies must not be rounded."""
+    wide = write_tiny_pair(tmp_path / "wide", drafter="dspark", dtype="float32")
+    narrow = write_tiny_pair(tmp_path / "narrow", drafter="dspark", dtype="bfloat16")
+    convert_drafter(narrow.drafter, tmp_path / "new", form="deepspec", target=wide.target)
+    for dtype in ("float32", "bfloat16"):
+        draft = load_drafter(tmp_path / "new", load_target(wide.target, dtype=dtype))
+        assert draft.embed is draft.head is None
+
+
 @pytest.mark.parametrize(
     ("kind", "form"), [("dflash", "deepspec"), ("dflash2", "deepspec"), ("dflash2", "speculators")]
 )
