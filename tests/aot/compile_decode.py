@@ -21,6 +21,8 @@ import numpy as np
 
 from dflash_jax import loop
 from dflash_jax.fixed import Fixed, plan
+from dflash_jax.options import DecodeOptions
+from dflash_jax.sampling import SamplingMode
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import init_buffers, init_state
 from scripts.random_pair import SHAPES, pair_configs, params_specs
@@ -31,10 +33,12 @@ _PALLAS = re.compile(r'op_name="[^"]*/(\w+)/pallas_call"')
 _SPARE_PAGES = 4  # pools hold this many times a sequence's pages, so that a gather is no pool
 
 
-def carriers(draft: Any, fixed: Fixed) -> tuple[Any, Any, Any]:
+def carriers(
+    draft: Any, fixed: Fixed, sampling: SamplingMode | None = None
+) -> tuple[Any, Any, Any]:
     """State, buffers and scratch as shapes."""
     return jax.eval_shape(
-        lambda: (init_state(fixed), init_buffers(fixed), init_scratch(draft, fixed=fixed))
+        lambda: (init_state(fixed, sampling), init_buffers(fixed), init_scratch(draft, fixed=fixed))
     )
 
 
@@ -94,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens a sequence, at most")
     parser.add_argument("--chunk", type=int, default=128, help="prompt tokens of a prefill")
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--sampling", action="store_true", help="with every option of sampling")
     parser.add_argument("--hlo", type=Path, help="also write the HLO there")
     args = parser.parse_args(argv)
     device = h200()
@@ -107,8 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         prefill_chunk=args.chunk,
         page_size=args.page_size,
     )
-    params, carried = params_specs(target, draft), carriers(draft, fixed)
-    static = {"fixed": fixed, "options": loop.DecodeOptions()}
+    mode = SamplingMode(**dict.fromkeys(SamplingMode.__slots__, True)) if args.sampling else None
+    params, carried = params_specs(target, draft), carriers(draft, fixed, mode)
+    static = {"fixed": fixed, "options": DecodeOptions(sampling=mode)}
     if args.what == "decode":
         compiled = device.compile(loop.decode, params, *carried, **static)
     else:

@@ -20,9 +20,9 @@ pytestmark = [
 
 
 @cache
-def compiled(what: str, shapes: str, drafter: str) -> dict:
+def compiled(what: str, shapes: str, drafter: str, *more: str) -> dict:
     """Facts about one executable, from a process of its own."""
-    command = [sys.executable, "-m", "tests.aot.compile_decode", what, shapes, drafter]
+    command = [sys.executable, "-m", "tests.aot.compile_decode", what, shapes, drafter, *more]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -61,6 +61,15 @@ def test_temporary_memory_of_a_decode_chunk_is_less_than_one_layers_pools(shapes
 def test_no_sort_or_top_k_in_a_decode_chunk_runs_over_the_vocabulary(shapes, drafter):
     vocab = {"tiny": 4096, "qwen3-8b": 151936}[shapes]
     assert compiled("decode", shapes, drafter)["sorted_columns"] < vocab
+
+
+def test_a_sampled_decode_is_in_place_and_sorts_nothing():
+    """Filters, penalties and draws of every kind, drafts drawn as well."""
+    facts = compiled("decode", "tiny", "dflash2", "--sampling")
+    assert facts["num_aliases"] == facts["num_carriers"]
+    assert facts["alias_bytes"] >= facts["carrier_bytes"]
+    assert facts["copied"] == facts["large"] == []
+    assert facts["sorted_columns"] == 0
 
 
 def test_a_hybrid_decode_runs_its_states_in_place_and_by_the_kernel():
