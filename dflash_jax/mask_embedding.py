@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import pickletools
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,16 @@ _OPCODES = frozenset(
     "PROTO STOP MARK GLOBAL REDUCE BINPERSID BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE "
     "NEWFALSE BININT BININT1 BININT2 BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT "
     "SETITEM SETITEMS".split()
+)
+# What zipfile raises for a damaged archive: a seek below 0, an unknown method, encryption, a name.
+_NOT_A_ZIP = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    EOFError,
+    OSError,
+    RuntimeError,
+    UnicodeDecodeError,
+    struct.error,
 )
 _MAX_PICKLE = 1 << 16  # bytes; a saved tensor's is about 400
 _MAX_STORAGE = 1 << 26
@@ -55,20 +66,24 @@ def read_mask_embedding(path: Path) -> MaskEmbedding:
     Raises:
       ValueError: not a zip that torch saved, or a pickle with anything but tensors in it.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            found = _unpickled(path, archive)
-            mask_id = None
-            if isinstance(found, dict):
-                mask_id = found.get("mask_token_id")
-                found = found.get("embedding")
-            if mask_id is not None and (type(mask_id) is not int or mask_id < 0):
-                raise ValueError(f"{path}: mask_token_id is no token id")
-            if not isinstance(found, _Tensor):
-                raise ValueError(f"{path}: no tensor in it, nor a dict with one named 'embedding'")
-            return MaskEmbedding(_row(path, archive, found), mask_id)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError) as error:
-        raise ValueError(f"{path}: not a zip that torch.save wrote ({error})") from None
+    with path.open("rb") as file:
+        try:
+            return _read_archive(path, zipfile.ZipFile(file))
+        except _NOT_A_ZIP as error:
+            raise ValueError(f"{path}: not a zip that torch.save wrote ({error})") from None
+
+
+def _read_archive(path: Path, archive: zipfile.ZipFile) -> MaskEmbedding:
+    found = _unpickled(path, archive)
+    mask_id = None
+    if isinstance(found, dict):
+        mask_id = found.get("mask_token_id")
+        found = found.get("embedding")
+    if mask_id is not None and (type(mask_id) is not int or mask_id < 0):
+        raise ValueError(f"{path}: mask_token_id is no token id")
+    if not isinstance(found, _Tensor):
+        raise ValueError(f"{path}: no tensor in it, nor a dict with one named 'embedding'")
+    return MaskEmbedding(_row(path, archive, found), mask_id)
 
 
 def write_mask_embedding(path: Path, vector: np.ndarray, mask_id: int) -> None:
@@ -190,7 +205,10 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str, most: int) -> bytes:
             f"{path}: {name!r} is packed or has {info.file_size} bytes, wanted at most {most} as "
             "they are"
         )
-    return archive.read(name)
+    try:
+        return archive.read(name)
+    except ValueError as error:  # a place in the file that is no number of bytes
+        raise zipfile.BadZipFile(str(error)) from None
 
 
 def _pickled(storage: str, vector: np.ndarray, mask_id: int) -> bytes:

@@ -133,3 +133,20 @@ def test_numbers_that_are_not_finite_or_big_endian_are_refused(tmp_path):
         read_mask_embedding(changed(tmp_path, files={"data/0": infinite}))
     with pytest.raises(ValueError, match="big-endian numbers"):
         read_mask_embedding(changed(tmp_path, files={"byteorder": "big"}))
+
+
+def test_a_file_with_any_byte_changed_is_read_or_refused_in_a_sentence(tmp_path):
+    whole = (DATA / "mask_embedding_torch.pt").read_bytes()
+    rng = np.random.default_rng(0)
+    path = tmp_path / "m.pt"
+    refused = 0
+    for at in rng.permutation(len(whole))[:400]:
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        try:
+            read_mask_embedding(path)
+        except ValueError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+            refused += 1
+    assert refused > 100
