@@ -343,6 +343,31 @@ def _select(hidden, logits, projection, predecessor, successor, anchor, *, count
     }
 
 
+def sampled_select(arrays, temperature, uniforms):
+    """The path and q [B, J, C] of a walk that draws by uniforms [B, J]."""
+    names = ("hidden", "logits", "hidden_projection", "predecessor_codebook", "successor_codebook")
+    inputs = (arrays[name] for name in names)
+    anchor = arrays["anchor_ids"].astype(np.int32)
+    count = arrays["candidate_ids_desc"].shape[-1]
+    noise = np.full(len(anchor), temperature, np.float32), uniforms
+    path, q = _sampled_select(*inputs, anchor, *noise, count=count)
+    return np.asarray(path), np.asarray(q)[..., :count]
+
+
+@partial(jax.jit, static_argnames="count")
+def _sampled_select(
+    hidden, logits, projection, predecessor, successor, anchor, temperature, uniforms, *, count
+):
+    batch, rows = logits.shape[:2]
+    vals, ids = pk.top16(logits.reshape(batch * rows, -1), k=count)
+    projected = pk.skinny_matmul(hidden.reshape(batch * rows, -1), projection)
+    blocks = [x.reshape(batch, rows, -1) for x in (vals, ids, projected)]
+    path, _, q = pk.selector_walk_sampled(
+        anchor, *blocks, predecessor, successor, temperature, uniforms, k=count
+    )
+    return path, q
+
+
 def markov_chain(kind, arrays):
     """Biases [B, R, V] and tokens [B, R] of a Markov head on its own, greedily."""
     arrays = {n: jnp.asarray(x) for n, x in arrays.items()}

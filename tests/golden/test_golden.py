@@ -193,6 +193,12 @@ def check_selector(prefix, arrays):
             np.testing.assert_array_equal(x, arrays[name], err_msg=f"{prefix}.{name}")
         else:
             within(f"{prefix}.{name}", x, arrays[name], SELECTOR_ATOL)
+    sampled = [n for n in arrays if n.startswith("sampled_T") and n.endswith(".path")]
+    for name in sorted(n.removesuffix(".path") for n in sampled):
+        noise = float(name.removeprefix("sampled_T")), arrays[f"{name}.uniforms"]
+        path, q = adapter.sampled_select(arrays, *noise)
+        np.testing.assert_array_equal(path, arrays[f"{name}.path"], err_msg=f"{prefix}.{name}")
+        within(f"{prefix}.{name} q", q, arrays[f"{name}.q_rows"], SELECTOR_ATOL)
 
 
 def check_spec_generate(case, arrays):

@@ -12,6 +12,7 @@ from tests.golden.nth_element import unsorted_top_k
 from tests.reference import dflash2, dspark, gated_delta, loop, sampling
 from tests.reference.checkpoint import read_config, read_tensors
 from tests.reference.hybrid_target import load_target
+from tests.reference.layers import softmax
 from tests.reference.mtp import MtpHead
 
 # f64 results are stored as f32: half a unit in the last place of numbers up to 16.
@@ -190,6 +191,13 @@ def check_selector(arrays):
         close(walk.scores, arrays["greedy_walk_scores"][b], UNSTATED_ATOL, "greedy_walk_scores")
         edges = all_edge_scores(walk, hidden, anchor, weights)
         close(edges, arrays["edge_scores"][b], UNSTATED_ATOL, "edge_scores")
+        for temperature in (1.0, 0.5):
+            own = f"sampled_T{temperature}"
+            how = {"temperature": temperature, "uniforms": arrays[f"{own}.uniforms"][b]}
+            walk = dflash2.walk(hidden, logits, anchor, weights, count, **how)
+            np.testing.assert_array_equal(walk.drafts, arrays[f"{own}.path"][b], err_msg=own)
+            qs = [softmax(row / temperature) for row in walk.scores]
+            close(qs, arrays[f"{own}.q_rows"][b], UNSTATED_ATOL, own)
 
 
 def all_edge_scores(walk, hidden, anchor, weights):
