@@ -240,6 +240,19 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         help="cycles a dispatch to the device",
     )
     group.add_argument(
+        "--min-confidence",
+        type=float,
+        metavar="P",
+        help="verify DSpark's drafts before the first that it is less sure of; 0 to 1",
+    )
+    group.add_argument(
+        "--markov-top-k",
+        type=_at_least(0),
+        default=0,
+        metavar="K",
+        help="let DSpark draft among K base logits, approximate in drafting; 0 for all",
+    )
+    group.add_argument(
         "--eos-ids", type=_ids, metavar="1,2", help="stop at these, not at the model's"
     )
     group.add_argument("--ignore-eos", action="store_true", help="decode until the budget is used")

@@ -86,6 +86,7 @@ def _decode(args: argparse.Namespace) -> int:
         "impl": args.impl,
         "certify": args.check,
         "draft_sampling": args.draft_sampling,
+        "markov_top_k": args.markov_top_k,
     }
     # Settled here, so that a second run of the same prompts draws the same.
     requests = [with_seed(asked) for _ in prompts]

@@ -30,7 +30,12 @@ from dflash_jax.tracked import Tracked
 
 __all__ = ["DecodeError", "Generation", "generate", "start", "stream", "summary"]
 
-_STATIC = ("cycles", "impl", "certify")  # arguments of `generate` that are DecodeOptions
+_STATIC = (
+    "cycles",
+    "impl",
+    "certify",
+    "markov_top_k",
+)  # arguments of `generate` that are DecodeOptions
 _FINISH_REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.CONTEXT: "context"}
 
 
@@ -67,6 +72,7 @@ def generate(
     plain: bool = False,
     sampling: Sampling = None,
     draft_sampling: bool | None = None,
+    markov_top_k: int = 0,
     certify: bool = False,
     cycles: int = 8,
     impl: str = "auto",
@@ -93,6 +99,8 @@ def generate(
       draft_sampling: draw the drafts too, from the drafter's distribution, or take its best tokens;
         by default what suits the drafter. The answers follow the target's distribution either way;
         without it they are, for one seed, those of `plain`.
+      markov_top_k: let DSpark draft among so many best base logits of a row: quicker, and other
+        drafts; the answers stay the target's. 0: among all.
       certify: hash each row's logits.
       cycles: cycles a dispatch to the device.
       impl: which form of each kernel.
@@ -103,6 +111,9 @@ def generate(
     Raises:
       ValueError, TypeError: a request that cannot be met; nothing has been compiled.
       DecodeError: the target's logits were not finite.
+
+    Warns:
+      RuntimeWarning: the drafter's numbers were not finite, so that it drafted less.
     """
     if on_text is not None and tokenizer is None:
         raise ValueError("generate: on_text needs a tokenizer, none was given")
@@ -119,7 +130,7 @@ def generate(
         plain=plain,
         sampling=sampling,
         draft_sampling=draft_sampling,
-        options=DecodeOptions(cycles=cycles, impl=impl, certify=certify),
+        options=DecodeOptions(cycles=cycles, impl=impl, certify=certify, markov_top_k=markov_top_k),
         progress=progress,
     )
     with closing(run(job)) as sequences:

@@ -112,6 +112,7 @@ def prepare(
     sizes = {"num_drafts": num_drafts, "page_size": page_size, "max_context": max_context}
     check_integers("generate", batch=batch, cycles=options.cycles, **sizes)
     check_impl("generate", options.impl)
+    drafters.check_options(params.draft.config, options)
     if batch < 1:
         raise ValueError(f"generate: batch is {batch}, wanted at least 1")
     if options.cycles < 1:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash_jax.config import RuleConfig, TargetConfig
 from dflash_jax.drafters import no_drafter, oracle_drafter, prompt_lookup_drafter
+from dflash_jax.drafters.confidence import with_threshold
 from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.params import DrafterParams, Params, TargetParams
 from dflash_jax.prompts import Request, UsageError
@@ -136,14 +137,24 @@ def load(args: argparse.Namespace) -> Models:
             real_vocab=None if tokenizer is None else tokenizer.vocab_size,
             progress=progress,
         )
+    draft = choice.load(target)
+    if args.min_confidence is not None:
+        draft = _with_threshold(draft, args.min_confidence)
     return Models(
         target=target,
-        draft=choice.load(target),
+        draft=draft,
         choice=choice,
         tokenizer=tokenizer,
         stop_ids=() if args.ignore_eos else stops,
         mode=mode,
     )
+
+
+def _with_threshold(draft: DrafterParams | None, threshold: float) -> DrafterParams:
+    try:
+        return with_threshold(draft, threshold)
+    except ValueError as error:
+        raise UsageError(f"--min-confidence: {error}") from None
 
 
 def default_dtype() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+import warnings
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,15 @@ def run(job: Job) -> Generator[Tracked, None, None]:
         for one in members:
             one.batch_index = start // job.fixed.batch
         carriers = yield from _run_batch(job, members, carriers)
+    faulty = [str(one.index) for one in working if one.has_draft_fault]
+    if faulty:
+        warnings.warn(
+            f"decode: the {job.params.draft.config.kind} drafter's numbers were not finite in "
+            f"prompts {', '.join(faulty)}; nothing was drafted from them, and the answers are the "
+            "target's",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def fresh_carriers(job: Job) -> Carriers:
@@ -240,6 +250,8 @@ def _record_chunk(
             one.hashes.extend(out.hashes[ran, row][taken].tolist())
         if out.logprobs is not None:
             one.logprobs.extend(out.logprobs[ran, row][taken].tolist())
+        if out.draft_faults is not None and out.draft_faults[row]:
+            one.has_draft_fault = True
         one.cycles.append(_cycle_records(out, ran, row))
         one.decode_seconds = seconds
         _set_status(one, int(out.status[row]))

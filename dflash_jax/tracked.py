@@ -33,6 +33,7 @@ class Tracked:
     ttft: float = float("nan")
     decode_seconds: float = 0.0
     text: str = ""
+    has_draft_fault: bool = False  # the drafter's numbers were not finite some time
     stop_string: str | None = None  # the one that ended the answer
     _pending: str = ""  # decoded, not handed out
     _num_read: int = 0  # ids that the decoder has

@@ -64,6 +64,7 @@ _DRAFT_LAYERS = {
     ("dspark", "mixed"): _SLIDES | {"layer_types": ["full_attention", "sliding_attention"]},
     ("dspark", "one"): {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     ("mtp", "one"): {},
+    ("mtp", "residual"): {"mtp_reads_residual": True},
 }
 
 

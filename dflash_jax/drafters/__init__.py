@@ -16,7 +16,9 @@ from dflash_jax.drafters.oracle import oracle_drafter
 from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.mtp_config import DrafterConfig
+from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DrafterParams, Params, RuleParams
+from pallas_kernels import CANDIDATES
 
 __all__ = [
     "CommittedRows",
@@ -75,6 +77,17 @@ _DRAWS_BY_DEFAULT = {"dflash": False, "dflash2": True, "dspark": True, "mtp": Fa
 def draws_drafts(config: DrafterConfig) -> bool | None:
     """Whether a drafter draws its drafts by default; None if it has no distribution."""
     return _DRAWS_BY_DEFAULT.get(config.kind)
+
+
+def check_options(config: DrafterConfig, options: DecodeOptions) -> None:
+    """Raise ValueError for an option that a drafter cannot honour."""
+    top_k = options.markov_top_k
+    if not 0 <= top_k <= CANDIDATES:
+        raise ValueError(f"markov_top_k is {top_k}, wanted 0 (all) to {CANDIDATES}")
+    if top_k and not getattr(config, "markov_rank", 0):
+        raise ValueError(
+            f"markov_top_k is {top_k}, but the {config.kind} drafter has no Markov head to restrict"
+        )
 
 
 def get(draft: DrafterParams) -> Drafter:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.fixed import Fixed
-from dflash_jax.params import ConfidenceParams, ConfidencePolicy, DraftParams
+from dflash_jax.params import ConfidenceParams, ConfidencePolicy, DrafterParams, DraftParams
 
 
 def logits(head: ConfidenceParams, rows: jax.Array, latents: jax.Array | None) -> jax.Array:
@@ -88,7 +88,7 @@ def _check(policy: ConfidencePolicy, fixed: Fixed) -> None:
             )
 
 
-def with_threshold(draft: DraftParams, threshold: float) -> DraftParams:
+def with_threshold(draft: DrafterParams | None, threshold: float) -> DraftParams:
     """The drafter, verifying drafts before the first whose confidence is below `threshold`.
 
     0 verifies all. Another threshold compiles nothing anew.
@@ -96,14 +96,14 @@ def with_threshold(draft: DraftParams, threshold: float) -> DraftParams:
     Raises:
       ValueError: a drafter without a confidence head, or a threshold outside 0 to 1.
     """
-    _require_head(draft)
+    draft = _require_head(draft)
     if not 0.0 <= threshold <= 1.0:
         raise ValueError(f"confidence: threshold is {threshold}, wanted 0 to 1")
     return draft.replace(policy=ConfidencePolicy(jnp.float32(threshold)))
 
 
 def with_scheduler(
-    draft: DraftParams,
+    draft: DrafterParams | None,
     steps_per_second: np.ndarray,
     temperatures: np.ndarray | None = None,
 ) -> DraftParams:
@@ -117,7 +117,7 @@ def with_scheduler(
     Raises:
       ValueError: a drafter without a confidence head, or numbers that are not positive and finite.
     """
-    _require_head(draft)
+    draft = _require_head(draft)
     rates = np.asarray(steps_per_second, np.float32)
     scales = np.ones(draft.config.max_drafts) if temperatures is None else temperatures
     scales = np.asarray(scales, np.float32)
@@ -128,12 +128,14 @@ def with_scheduler(
     return draft.replace(policy=policy)
 
 
-def _require_head(draft: DraftParams) -> None:
-    if getattr(draft, "confidence", None) is None:
+def _require_head(draft: DrafterParams | None) -> DraftParams:
+    if not isinstance(draft, DraftParams) or draft.confidence is None:
+        kind = "oracle" if draft is None else draft.config.kind
         raise ValueError(
-            f"confidence: the {draft.config.kind} drafter has no confidence head, wanted a DSpark "
+            f"confidence: the {kind} drafter has no confidence head, wanted a DSpark "
             "drafter that has one"
         )
+    return draft
 
 
 _LOG_SCALES = np.linspace(np.log(1 / 8), np.log(8), 193)
