@@ -237,3 +237,18 @@ def test_the_shipped_drafters_fit_their_target(tmp_path, drafter):
     findings = doctor.examine(tmp_path, drafter)
     assert [one.topic for one in findings if one.level != "green"] == ["template"]
     assert "without a tokenizer" in only(findings, "template").reason
+
+
+def test_an_mtp_head_is_explained_and_has_no_other_form(tmp_path, capsys):
+    pair = write_tiny_pair(tmp_path / "pair", drafter="mtp")
+    findings = examine(pair)
+    topics = ["target", "drafter", "taps", "vocabulary", "block", "template", "memory"]
+    assert [one.topic for one in findings] == topics and doctor.verdict(findings) == "green"
+    assert only(findings, "block").reason == "7 drafts, one after another"
+    assert "after the final norm" in only(findings, "taps").reason
+    change(pair.drafter, hidden_size=48)
+    assert only(examine(pair), "width").level == "red"
+    change(pair.drafter, hidden_size=64)
+    assert main(["convert", str(pair.drafter), str(tmp_path / "new"), "--form", "zlab"]) == 1
+    assert "an MTP head has the form of its target's checkpoint alone" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
