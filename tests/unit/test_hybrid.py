@@ -198,9 +198,9 @@ def test_a_state_of_another_dtype_or_slot_count_is_refused():
     for wrong, message in (
         (
             state.astype(jnp.bfloat16),
-            r"gdn.layers\[0\].state is bfloat16\[2, 4, 8, 16\], Fixed says",
+            r"gdn.layers\[0\].state is bfloat16\[2, 4, 16, 16\], Fixed says",
         ),
-        (state[:1], r"gdn.layers\[0\].state is float32\[1, 4, 8, 16\], Fixed says float32\[2, 4"),
+        (state[:1], r"gdn.layers\[0\].state is float32\[1, 4, 16, 16\], Fixed says float32\[2, 4"),
     ):
         with pytest.raises(ValueError, match=f"step: buffers.{message}"):
             check_gdn_state("step", changed(buffers, state=wrong).gdn, slots, fixed)
@@ -228,8 +228,8 @@ def test_fixed_describes_the_states_behind_its_table():
     assert isinstance(spec, ArraySpec) and spec.shape == (2,) and spec.dtype == "int32"
     assert len(spec.layers) == 3 and spec.num_slots == 2
     layer = spec.layers[0]
-    assert layer.state == ArraySpec((2, 4, 8, 16), "float32")
-    assert layer.conv == ArraySpec((2, 3 + 4, 2 * 16 + 64), "bfloat16")
+    assert layer.state == ArraySpec((2, 4, 16, 16), "float32")
+    assert layer.conv == ArraySpec((2, 3 + 4, 2 * 32 + 64), "bfloat16")
 
 
 def test_only_sequences_that_took_part_keep_rows():
