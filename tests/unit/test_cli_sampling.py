@@ -1,0 +1,83 @@
+"""Sampling on the command line, over a tiny pair; the runs share their executables."""
+
+import json
+
+import jax
+import pytest
+
+from dflash_jax import cli, commands
+from scripts.make_tiny import write_tiny_pair
+
+SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--logprobs", "--frequency-penalty", "0.1")
+
+
+@pytest.fixture(autouse=True)
+def compile_effort():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def dflash(tiny, capsys, monkeypatch):
+    """Run `dflash decode` on the pair: code, the last line of stdout, and stderr."""
+    monkeypatch.setattr(commands, "keep_executables", lambda: None)  # a setting of the process
+
+    def run(*arguments):
+        models = "--target", str(tiny.target), "--drafter", str(tiny.drafter)
+        shape = "--max-new-tokens", "12", "--max-context", "64", "--json", "--no-stats"
+        code = cli.main(["decode", "in the", "--raw", *models, *shape, *arguments])
+        out, err = capsys.readouterr()
+        return code, json.loads(out.splitlines()[-1]) if code == 0 else None, err
+
+    return run
+
+
+def test_a_seed_gives_its_answer_again_and_a_new_one_is_in_the_record(dflash):
+    code, first, _ = dflash(*SAMPLED, "--seed", "7")
+    assert code == 0 and first["seed"] == 7 and first["sampling"]["temperature"] == 0.8
+    assert len(first["logprobs"]) == len(first["ids"]) and max(first["logprobs"]) <= 0
+    assert first["stats"]["settings"]["sampling"]["samples_drafts"]
+    _, free, _ = dflash(*SAMPLED)
+    assert free["seed"] not in (None, 7)
+    _, again, _ = dflash(*SAMPLED, "--seed", str(free["seed"]))
+    assert again["ids"] == free["ids"] != first["ids"]
+    _, cut, _ = dflash(*SAMPLED, "--seed", "7", "--stop", first["text"][2:5])
+    assert cut["text"] == first["text"][: first["text"].index(first["text"][2:5])]
+    assert cut["ids"] == first["ids"][: len(cut["ids"])] and cut["finish_reason"] == "stop"
+    assert len(cut["logprobs"]) == len(cut["ids"]) and cut["stop_string"] == first["text"][2:5]
+
+
+def test_a_check_at_a_temperature_needs_drafts_that_are_not_drawn(dflash):
+    code, record, _ = dflash(*SAMPLED, "--check", "--no-draft-sampling")
+    assert code == 0 and record["certificate"]["holds"]
+    assert record["certificate"]["num_tokens"] == 12
+    code, _, err = dflash(*SAMPLED, "--check")
+    assert code == 2 and err.endswith("in distribution only; add --no-draft-sampling\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--top-p", "0.9"], "top_p is 0.9, but temperature 0.0 always takes the best token"),
+        (["--seed", "1"], "seed is 1, but temperature 0.0 always takes the best token"),
+        (["--temperature", "1", "--top-p", "2"], "top_p is 2.0, wanted above 0, up to 1"),
+        (["--temperature", "1", "--top-k", "0"], "top_k is 0, wanted at least 1"),
+        (["--temperature", "-1"], "temperature is -1.0, wanted 0 or more"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0, wanted above 0"),
+        (["--logit-bias", "1:2", "--logit-bias", "1:3"], "--logit-bias is given twice for token 1"),
+        (["--logit-bias", "1"], "'1' is not ID:X, an id and a number"),
+        (["--logit-bias", "9999:1"], "logit_bias has token id 9999, outside the vocabulary"),
+        (["--stop", ""], "stop has an empty text"),
+        (["--draft-sampling"], "draft_sampling is True, but no temperature is above 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence_and_code_2(dflash, arguments, words):
+    code, _, err = dflash(*arguments)
+    assert code == 2 and words in err.splitlines()[-1]
