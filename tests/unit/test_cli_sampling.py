@@ -8,7 +8,8 @@ import pytest
 from dflash_jax import cli, commands
 from scripts.make_tiny import write_tiny_pair
 
-SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--logprobs", "--frequency-penalty", "0.1")
+DRAWN = ("--temperature", "0.8", "--top-p", "0.95", "--logprobs", "--frequency-penalty", "0.1")
+SAMPLED = (*DRAWN, "--check", "--no-draft-sampling")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,8 @@ def test_a_seed_gives_its_answer_again_and_a_new_one_is_in_the_record(dflash):
     code, first, _ = dflash(*SAMPLED, "--seed", "7")
     assert code == 0 and first["seed"] == 7 and first["sampling"]["temperature"] == 0.8
     assert len(first["logprobs"]) == len(first["ids"]) and max(first["logprobs"]) <= 0
-    assert first["stats"]["settings"]["sampling"]["samples_drafts"]
+    assert first["certificate"]["holds"] and first["certificate"]["num_tokens"] == 12
+    assert not first["stats"]["settings"]["sampling"]["samples_drafts"]
     _, free, _ = dflash(*SAMPLED)
     assert free["seed"] not in (None, 7)
     _, again, _ = dflash(*SAMPLED, "--seed", str(free["seed"]))
@@ -54,10 +56,7 @@ def test_a_seed_gives_its_answer_again_and_a_new_one_is_in_the_record(dflash):
 
 
 def test_a_check_at_a_temperature_needs_drafts_that_are_not_drawn(dflash):
-    code, record, _ = dflash(*SAMPLED, "--check", "--no-draft-sampling")
-    assert code == 0 and record["certificate"]["holds"]
-    assert record["certificate"]["num_tokens"] == 12
-    code, _, err = dflash(*SAMPLED, "--check")
+    code, _, err = dflash(*DRAWN, "--check")
     assert code == 2 and err.endswith("in distribution only; add --no-draft-sampling\n")
 
 
