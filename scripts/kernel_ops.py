@@ -75,6 +75,10 @@ def _norm_rope(case: Any, impl: str) -> Callable[..., Any]:
     return call
 
 
+def _fused_conv(x, dyn, base, norm, residual, *, impl: str):
+    return pk.dynamic_conv(x, dyn, base, side=1, norm=norm, residual=residual, impl=impl)
+
+
 def _two(make: Callable[[Any], Arrays]) -> Callable[[Any], Arrays]:
     return lambda case: make(case)[:2]
 
@@ -112,6 +116,13 @@ OPS = (
         lambda case: ops.dynamic_conv,
     ),
     Op(
+        "dynamic_conv_fused",
+        cases.CONV,
+        cases.make_conv_sides,
+        lambda case, impl: partial(_fused_conv, impl=impl),
+        lambda case: partial(ops.dynamic_conv, side=1),
+    ),
+    Op(
         "top16",
         cases.TOP,
         lambda case: (cases.make_top(case),),
@@ -132,6 +143,13 @@ OPS = (
         cases.make_walk,
         lambda case, impl: partial(pk.selector_walk, k=case.k, impl=impl),
         lambda case: partial(ops.selector_walk, k=case.k),
+    ),
+    Op(
+        "selector_walk_sampled",
+        cases.WALK,
+        cases.make_walk_draws,
+        lambda case, impl: partial(pk.selector_walk_sampled, k=case.k, impl=impl),
+        lambda case: partial(ops.selector_walk_sampled, k=case.k),
     ),
     Op(
         "skinny_matmul",

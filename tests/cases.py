@@ -196,6 +196,16 @@ def make_conv(case: ConvCase, seed: int = 0):
     return x, dyn, base
 
 
+def make_conv_sides(case: ConvCase, seed: int = 0):
+    """Return x, dyn[B, R, 2, T, G], base[2, T, E], a norm's weight and a residual."""
+    x, *kernels = make_conv(case, seed)
+    dyn, base = zip(kernels, make_conv(case, seed + 1)[1:], strict=True)
+    rng = np.random.default_rng(seed)
+    norm = rng.standard_normal(case.width).astype(x.dtype)
+    residual = rng.standard_normal(x.shape).astype(x.dtype)
+    return x, np.stack(dyn, axis=2), np.stack(base), norm, residual
+
+
 @dataclass(frozen=True, slots=True)
 class TopCase:
     """Rows of logits; `vocab` tokens exist, later columns are huge padding. `levels` makes ties."""
@@ -265,6 +275,13 @@ def make_walk(case: WalkCase, seed: int = 0):
     hproj = rng.standard_normal((case.batch, case.rows, case.rank)).astype(dtype)
     predecessor, successor = rng.standard_normal((2, case.vocab, case.rank)).astype(dtype)
     return anchor, vals, ids, hproj, predecessor, successor / dtype.type(case.rank**0.5)
+
+
+def make_walk_draws(case: WalkCase, seed: int = 0):
+    """Return what `make_walk` does, temperatures from 0 up, and uniforms."""
+    rng = np.random.default_rng(seed + 1)
+    temperature = np.linspace(0, 1.3, case.batch, dtype=np.float32)
+    return *make_walk(case, seed), temperature, rng.random((case.batch, case.rows), np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,25 +37,16 @@ def test_every_case_equals_the_oracle(case, impl):
     assert_close(got, ops.dynamic_conv(*inputs))
 
 
-def both_sides(case):
-    """x, dyn[B, R, 2, T, G], base[2, T, E], a norm's weight and a residual."""
-    x, dyn, base = cases.make_conv(case)
-    _, other, base_1 = cases.make_conv(case, seed=1)
-    rng = np.random.default_rng(2)
-    norm, residual = rng.standard_normal(case.width), rng.standard_normal(x.shape)
-    sides = np.stack([dyn, other], axis=2), np.stack([base, base_1])
-    return x, *sides, norm.astype(x.dtype), residual.astype(x.dtype)
-
-
 @each_impl
 @pytest.mark.parametrize("name", ["two_taps", "odd_groups", "drafter"])
 def test_a_norm_before_and_a_residual_after_equal_the_oracles_steps(name, impl):
     (case,) = (case for case in cases.CONV if case.name == name)
-    x, dyn, base, norm, residual = both_sides(case)
+    x, dyn, base, norm, residual = cases.make_conv_sides(case)
     y, total = convolve(impl, 1)(x, dyn, base, norm=norm, residual=residual)
     assert (y.dtype, total.dtype) == (x.dtype, x.dtype)
-    assert_close(y, ops.dynamic_conv(x, dyn, base, side=1, norm=norm, eps=1e-5))
-    assert_close(total, np.asarray(y) + residual)
+    want = ops.dynamic_conv(x, dyn, base, norm, residual, side=1, eps=1e-5)
+    assert_close(y, want[0])
+    assert_close(total, want[1])
     y, total = convolve(impl, 0)(x, dyn, base, residual=residual)
     assert_close(y, ops.dynamic_conv(x, dyn[:, :, 0], base[0]))
     assert_close(total, np.asarray(y) + residual)
@@ -64,7 +55,7 @@ def test_a_norm_before_and_a_residual_after_equal_the_oracles_steps(name, impl):
 @each_impl
 def test_a_norm_reaches_no_row_of_another_block(impl):
     """Row 0 has no predecessor: its second tap sees zeros, not the normed last row before it."""
-    x, dyn, base, norm, _ = both_sides(ConvCase("edge", 3, 8, 64, 2, 4, dtype="f32"))
+    x, dyn, base, norm, _ = cases.make_conv_sides(ConvCase("edge", 3, 8, 64, 2, 4, dtype="f32"))
     x[:, -1] = np.nan
     y = np.asarray(convolve(impl, 0)(x, dyn, base, norm=norm))
     assert np.isfinite(y[:, :-1]).all()

@@ -100,11 +100,12 @@ def rotate_halves(x, cos, sin):
     return out
 
 
-def dynamic_conv(x, dyn, base, *, side=None, norm=None, eps=1e-6):
+def dynamic_conv(x, dyn, base, norm=None, residual=None, *, side=None, eps=1e-6):
     """y[b,i,c] = sum_t (base[t,c] + dyn[b,i,t,c//g]) * x[b,i-t,c]; zero before row 0 of a block.
 
     With `side`, dyn[B, R, S, T, G] and base[S, T, E] hold several sides. A norm is an RMSNorm of
-    the rows first, rounded to their dtype before its weight and after.
+    the rows first, rounded to their dtype before its weight and after. With a residual: (y,
+    residual + y).
     """
     if norm is not None:
         wide = x.astype(np.float64)
@@ -122,7 +123,7 @@ def dynamic_conv(x, dyn, base, *, side=None, norm=None, eps=1e-6):
                 for c in range(width):
                     coefficient = base[t, c] + dyn[b, i, t, c // (width // groups)]
                     y[b, i, c] += coefficient * x[b, i - t, c]
-    return y
+    return y if residual is None else (y, residual + y)
 
 
 def top16(logits, *, k=CANDIDATES, vocab=None, multiplier=1.0, soft_cap=None):
