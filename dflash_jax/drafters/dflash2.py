@@ -4,20 +4,20 @@ The dynamic convolutions live in `backbone.layer`; this module is the selector
 (spec/drafters.md §4.2).
 """
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dflash_jax.drafters import backbone
-from dflash_jax.drafters.choice import Draws, choose_candidate, draws_of
+from dflash_jax.drafters.choice import draws_of
 from dflash_jax.drafters.proposal import Proposal, SparseQ
 from dflash_jax.drafters.vocabulary import draft_logits, num_choices, target_ids
 from dflash_jax.fixed import Fixed
-from dflash_jax.layers import embed
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import DraftParams, Params, SelectorParams
+from dflash_jax.sampling import GREEDY_BELOW
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
 
@@ -54,47 +54,17 @@ def propose(
     def per_sequence(x: jax.Array) -> jax.Array:
         return x.reshape(fixed.batch, fixed.num_drafts, -1)
 
-    lattice = Lattice(*map(per_sequence, (vals, ids, projected)))
+    vals_bj, ids_bj = per_sequence(vals), per_sequence(ids)
     scratch = scratch.replace(logits=logits, sel_vals=vals, sel_idx=ids, sel_hproj=projected)
+    walked = (state.anchor, vals_bj, ids_bj, per_sequence(projected))
+    books, k = (selector.predecessor, selector.successor), config.selector_top_k
     draws = draws_of(state, fixed=fixed, options=options)
-    if draws is not None:
-        path, probs = sampled_walk(state.anchor, lattice, selector, draws)
-        return Proposal(path, num_rows - 1, SparseQ(lattice.ids, probs)), buffers, scratch
-    path, _ = pk.selector_walk(
-        state.anchor,
-        *lattice,
-        selector.predecessor,
-        selector.successor,
-        k=config.selector_top_k,
-        impl=options.impl,
+    if draws is None:
+        path, _ = pk.selector_walk(*walked, *books, k=k, impl=options.impl)
+        return Proposal(path, num_rows - 1), buffers, scratch
+    temperature = draws.temperature[:, 0]  # of a sequence
+    temperature = jnp.where(temperature < GREEDY_BELOW, 0.0, temperature)
+    path, _, q = pk.selector_walk_sampled(
+        *walked, *books, temperature, draws.uniforms, k=k, impl=options.impl
     )
-    return Proposal(path, num_rows - 1), buffers, scratch
-
-
-class Lattice(NamedTuple):
-    """What the selector walks over; from `selector_top_k` on candidates are masked."""
-
-    values: jax.Array  # f32[B, J, C] candidate logits
-    ids: jax.Array  # i32[B, J, C]
-    projected: jax.Array  # f32[B, J, rank] hidden rows
-
-
-def sampled_walk(
-    anchor: jax.Array, lattice: Lattice, selector: SelectorParams, draws: Draws
-) -> tuple[jax.Array, jax.Array]:
-    """Walk by drawing each row's token from softmax(scores / T) over its candidates.
-
-    Returns:
-      path i32[B, J], and f32[B, J, C] the probabilities that each was drawn by.
-    """
-    previous, path, probs = anchor, [], []
-    for j in range(lattice.ids.shape[1]):
-        ids = lattice.ids[:, j]
-        left = embed(previous, selector.predecessor).astype(jnp.float32) * lattice.projected[:, j]
-        right = embed(ids, selector.successor).astype(jnp.float32)  # [B, C, rank]
-        scores = lattice.values[:, j] + jnp.sum(left[:, None] * right, axis=2)
-        # Masked values are so low that no edge lifts them.
-        previous, q = choose_candidate(scores, ids, draws.row(j))
-        path.append(previous)
-        probs.append(q)
-    return jnp.stack(path, axis=1), jnp.stack(probs, axis=1)
+    return Proposal(path, num_rows - 1, SparseQ(ids_bj, q)), buffers, scratch
