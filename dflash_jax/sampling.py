@@ -125,6 +125,7 @@ def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
     for index, value in pairs:
         check_integers("sampling", logit_bias=index)
         _check_number("logit_bias", value)
+        _check_range("logit_bias", value)
     return tuple(sorted((int(index), float(value)) for index, value in pairs))
 
 
@@ -144,24 +145,31 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"sampling: {name} is {value}, wanted a finite number")
 
 
+# Logits stay finite in f32 at every value that is allowed.
 _RANGES = {
     "temperature": (lambda x: x >= 0, "0 or more"),
     "top_p": (lambda x: 0 < x <= 1, "above 0, up to 1"),
     "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
-    "repetition_penalty": (lambda x: x > 0, "above 0"),
-    "presence_penalty": (lambda x: True, "any"),
-    "frequency_penalty": (lambda x: True, "any"),
+    "repetition_penalty": (lambda x: 0.01 <= x <= 100, "0.01 to 100"),
+    "presence_penalty": (lambda x: abs(x) <= 100, "-100 to 100"),
+    "frequency_penalty": (lambda x: abs(x) <= 100, "-100 to 100"),
+    "logit_bias": (lambda x: abs(x) <= 1e4, "-10000 to 10000"),
 }
 
 
 def _check_numbers(options: SamplingOptions) -> None:
-    for name, (is_fit, wanted) in _RANGES.items():
+    for name in (name for name in _RANGES if name != "logit_bias"):
         value = getattr(options, name)
         if value is None and name in ("top_p", "min_p"):
             continue
         _check_number(name, value)
-        if not is_fit(value):
-            raise ValueError(f"sampling: {name} is {value}, wanted {wanted}")
+        _check_range(name, value)
+
+
+def _check_range(name: str, value: float) -> None:
+    is_fit, wanted = _RANGES[name]
+    if not is_fit(value):
+        raise ValueError(f"sampling: {name} is {value}, wanted {wanted}")
 
 
 def _check_integers(options: SamplingOptions) -> None:
