@@ -197,8 +197,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "drafter",
         nargs="?",
         metavar="DRAFTER",
-        help="dflash2 or dflash (ours, for smollm2) or a checkpoint folder; default: dflash2 for "
-        "smollm2",
+        help="one of ours for smollm2, as --drafter of decode, or a checkpoint folder; default: "
+        "dflash2 for smollm2",
     )
     group = parser.add_argument_group("what memory is reckoned for")
     group.add_argument("--batch", type=_at_least(1), default=1, metavar="B", help="sequences")
