@@ -1,10 +1,10 @@
 """Measure acceptance of drafters on GSM8K, HumanEval and MT-bench, through the real loop.
 
-    python scripts/eval_acceptance.py --target smollm2 --out acceptance.jsonl
+    python scripts/eval_acceptance.py --target smollm2 --temperatures 0,1 --out acceptance.jsonl
 
-A drafter is `none`, `prompt_lookup`, `dflash` or `dflash2` (ours, for smollm2), a checkpoint
-folder, or NAME=FOLDER. Each (drafter, set) is appended to --out as it is done; progress goes to
-stderr, and stdout ends with one JSON line of all.
+A drafter is `none`, `prompt_lookup`, `dflash` or `dflash2` (ours, for smollm2), a checkpoint folder
+of any kind, or NAME=FOLDER. Each (drafter, set, temperature) is appended to --out as it is done;
+progress goes to stderr, and stdout ends with one JSON line of all.
 """
 
 import argparse
@@ -48,6 +48,8 @@ def build_parser() -> Parser:
     add("--target", default="smollm2", help="smollm2, a checkpoint folder, or a GGUF file")
     add("--drafters", default="none,prompt_lookup,dflash,dflash2", help="divided by commas")
     add("--sets", type=names_of(EVAL_SETS), default=",".join(EVAL_SETS), help="divided by commas")
+    add("--temperatures", type=temperatures_of, default="0", help="0 is greedy; divided by commas")
+    add("--seed", type=at_least(0), default=0, help="of every prompt, above temperature 0")
     add("--limit", type=at_least(0), default=0, help="prompts of each set; 0 for all")
     add("--max-new-tokens", type=at_least(1), default=128, help="of each answer")
     add("--batch", type=at_least(1), default=32, help="sequences decoded together")
@@ -63,6 +65,14 @@ def build_parser() -> Parser:
     add("--check-text", action="store_true", help="compare all drafters' tokens with the first's")
     add("--out", type=Path, help="JSONL, a line a drafter and set")
     return parser
+
+
+def temperatures_of(text: str) -> list[float]:
+    """Numbers from 0 on divided by commas, each there once, for argparse's `type`."""
+    found = [at_least(0, float)(part) for part in text.split(",")]
+    if len(set(found)) != len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted each temperature once")
+    return found
 
 
 def check(args: argparse.Namespace) -> None:
@@ -115,7 +125,7 @@ def evaluate(args: argparse.Namespace) -> int:
     records = measure(args, target, prompts, options)
     print_table(records)
     report = {
-        "tau": {f"{r['drafter']}/{r['set']}": r["tau"] for r in records},
+        "tau": {f"{r['drafter']}/{column(r)}": r["tau"] for r in records},
         "records": records,
         "max_new_tokens": args.max_new_tokens,
         "batch": args.batch,
@@ -145,10 +155,13 @@ def encoded(tokenizer: Any, name: str, args: argparse.Namespace) -> list[list[in
 def measure(
     args: argparse.Namespace, target: Any, prompts: dict[str, list[list[int]]], options: Any
 ) -> list[dict[str, Any]]:
-    """One record a drafter and set."""
+    """One record a drafter, set and temperature."""
+    from itertools import product
+
     from dflash_jax.drafters import no_drafter, prompt_lookup_drafter
     from dflash_jax.engine import Generation, generate, summary
     from dflash_jax.params import Params
+    from dflash_jax.sampling import SamplingOptions
     from dflash_jax.weights import load_drafter
 
     rules = {"none": no_drafter, "prompt_lookup": prompt_lookup_drafter}
@@ -156,13 +169,15 @@ def measure(
     records: list[dict[str, Any]] = []
     for name, where in args.drafters:
         draft = rules[where]() if where in rules else load_drafter(where, target)
-        for set_name, ids in prompts.items():
+        for (set_name, ids), heat in product(prompts.items(), args.temperatures):
             start = time.perf_counter()
-            made = generate(Params(target=target, draft=draft), ids, **options)
+            asked = SamplingOptions(temperature=heat, seed=args.seed) if heat else None
+            made = generate(Params(target=target, draft=draft), ids, sampling=asked, **options)
             stats = summary(made)
             record = {
                 "drafter": name,
                 "set": set_name,
+                "temperature": heat,
                 "prompts": len(ids),
                 "tau": round(stats.tau, 4),
                 "cycles": stats.num_cycles,
@@ -170,7 +185,7 @@ def measure(
                 "tokens_per_second": round(stats.tokens_per_second, 1),
                 "seconds": round(time.perf_counter() - start, 1),
             }
-            if args.check_text:
+            if args.check_text and not heat:  # drawn drafts give other draws of one distribution
                 plain = first.setdefault(set_name, made)
                 same = sum(a.ids == b.ids for a, b in zip(made, plain, strict=True))
                 record["equal_answers"] = round(same / len(made), 4)
@@ -182,15 +197,21 @@ def measure(
     return records
 
 
+def column(record: dict[str, Any]) -> str:
+    """A set, and the temperature where it is not 0."""
+    heat = record["temperature"]
+    return f"{record['set']} T={heat:g}" if heat else record["set"]
+
+
 def print_table(records: list[dict[str, Any]]) -> None:
     """τ a drafter and set, for people."""
     from rich.console import Console
     from rich.table import Table
 
-    sets = list(dict.fromkeys(r["set"] for r in records))
+    sets = list(dict.fromkeys(map(column, records)))
     table = Table("drafter", *sets, title="tokens a cycle, bonus token included (τ)")
     for drafter in dict.fromkeys(r["drafter"] for r in records):
-        cells = {r["set"]: f"{r['tau']:.2f}" for r in records if r["drafter"] == drafter}
+        cells = {column(r): f"{r['tau']:.2f}" for r in records if r["drafter"] == drafter}
         table.add_row(drafter, *(cells.get(name, "") for name in sets))
     Console(width=100).print(table)
 

@@ -74,6 +74,8 @@ def refused(monkeypatch, capsys, pair):
         (["--drafters", ""], "'' is no folder"),
         (["--sets", "gsm8k,math500"], "wanted one or more of gsm8k, humaneval, mt_bench"),
         (["--sets", ""], "wanted one or more of"),
+        (["--temperatures", "0,-1"], "--temperatures: '-1', wanted a number from 0 on"),
+        (["--temperatures", "1,1"], "wanted each temperature once"),
         (["--limit", "-1"], "--limit: '-1', wanted a whole number from 0 on"),
         (["--batch", "0"], "--batch: '0', wanted a whole number from 1 on"),
         (["--page-size", "24"], "--page-size 24, wanted a power of two"),
