@@ -125,7 +125,6 @@ def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
     for index, value in pairs:
         check_integers("sampling", logit_bias=index)
         _check_number("logit_bias", value)
-        _check_range("logit_bias", value)
     return tuple(sorted((int(index), float(value)) for index, value in pairs))
 
 
@@ -143,6 +142,9 @@ def _check_number(name: str, value: Any) -> None:
         raise TypeError(f"sampling: {name} is {value!r}, wanted a number")
     if not math.isfinite(value):
         raise ValueError(f"sampling: {name} is {value}, wanted a finite number")
+    is_fit, wanted = _RANGES[name]
+    if not is_fit(value):
+        raise ValueError(f"sampling: {name} is {value}, wanted {wanted}")
 
 
 # Logits stay finite in f32 at every value that is allowed.
@@ -163,13 +165,6 @@ def _check_numbers(options: SamplingOptions) -> None:
         if value is None and name in ("top_p", "min_p"):
             continue
         _check_number(name, value)
-        _check_range(name, value)
-
-
-def _check_range(name: str, value: float) -> None:
-    is_fit, wanted = _RANGES[name]
-    if not is_fit(value):
-        raise ValueError(f"sampling: {name} is {value}, wanted {wanted}")
 
 
 def _check_integers(options: SamplingOptions) -> None:
