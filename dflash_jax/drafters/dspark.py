@@ -58,7 +58,8 @@ def link(
       hidden: [B, E] the row after the final norm.
       memory: [B, rank], zeros before the first row.
     """
-    latent = embed(previous, markov.embed)
+    # Tokens are in range, and a lookup that does not ask costs two launches a row less.
+    latent = markov.embed.at[previous].get(mode="clip")
     if kind == "vanilla":
         return Link(latent, latent, memory)
     # Concatenation orders are the checkpoint's; the recurrent output reads the old memory.
@@ -105,7 +106,8 @@ def decide(
       top_k: choose among so many best base logits; 0 among all.
     """
     if draft.markov is None:
-        ids, q = choose(base.reshape(-1, base.shape[-1]), draws and draws.flat(), vocab=vocab)
+        flat = base.reshape(-1, base.shape[-1])
+        ids, q = choose(flat, draws and draws.flat(), vocab=vocab, impl=impl)
         q = q if q is None else vocabulary.over_target(draft, q).reshape(*base.shape[:2], -1)
         return Chain(vocabulary.target_ids(draft, ids).reshape(base.shape[:2]), q=q)
     candidates = _candidates(draft, base, top_k, vocab, impl) if top_k else None
@@ -117,7 +119,7 @@ def decide(
         row = None if draws is None else draws.row(j)
         if candidates is None:
             bias = logits_of(step.code, draft.markov.out, impl=impl)
-            ids, q = choose(base[:, j] + bias, row, vocab=vocab)
+            ids, q = choose(base[:, j] + bias, row, vocab=vocab, impl=impl)
             previous, q = (
                 vocabulary.target_ids(draft, ids),
                 q if q is None else vocabulary.over_target(draft, q),
