@@ -96,7 +96,7 @@ _TARGETS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_text",
         "hidden_size": 128,
         "intermediate_size": 192,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 5,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,

@@ -78,7 +78,7 @@ def test_a_hybrid_decode_runs_its_states_in_place_and_by_the_kernel():
     assert facts["num_aliases"] == facts["num_carriers"]
     assert facts["alias_bytes"] >= facts["carrier_bytes"]
     assert facts["copied"] == []
-    assert facts["num_gated_delta_rows"] == 6
+    assert facts["num_gated_delta_rows"] == 4
 
 
 def test_prefill_aliases_every_carrier_and_copies_no_weight_or_pool():
