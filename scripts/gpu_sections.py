@@ -54,15 +54,17 @@ def law(args: argparse.Namespace, save: Save) -> Record:
     from tests import kit
 
     settings = [
-        (kind, batch, dtype)
+        ("qwen3", kind, batch, dtype)
         for batch in (4, 1, 32)
         for kind in ("dflash2", "dflash")
         for dtype in ("bfloat16", "float32")
         if dtype == "bfloat16" or batch == 4
     ]
+    hybrids = [("qwen3_5", "dflash2", 4, "bfloat16"), ("qwen3_next", "dflash", 4, "float32")]
+    settings[2:2] = [*hybrids, ("qwen3_5", "dflash2", 1, "bfloat16")]
     rows: list[Record] = []
-    for kind, batch, dtype in settings[: 1 if args.smoke else None]:
-        params = kit.pair("qwen3", kind, dtype=dtype, block=16).params
+    for family, kind, batch, dtype in settings[: 1 if args.smoke else None]:
+        params = kit.pair(family, kind, dtype=dtype, block=16).params
         fixed = kit.sizes(params, batch, page_size=16, max_context=96)
         lengths = [1 + 7 * i % 31 for i in range(batch)]
         requests = [kit.Request(kit.prompt(n, seed=n), 24 + n % 9) for n in lengths]
@@ -72,6 +74,7 @@ def law(args: argparse.Namespace, save: Save) -> Record:
         accepted = sum(map(sum, runs[0].accepted))
         rows.append(
             {
+                "target": family,
                 "drafter": kind,
                 "batch": batch,
                 "dtype": dtype,
