@@ -40,14 +40,14 @@ def draws_of(state: DecodeState, *, fixed: Fixed, options: DecodeOptions) -> Dra
 
 
 def choose(
-    logits: jax.Array, draws: Draws | None, *, vocab: int
+    logits: jax.Array, draws: Draws | None, *, vocab: int, impl: str = "auto"
 ) -> tuple[jax.Array, jax.Array | None]:
     """Column i32[N] of each row of f32[N, V], and the q f32[N, V] that it was drawn from, if any.
 
     Filters belong to the target: q follows the temperature alone.
     """
     if draws is None:
-        return pk.argmax_rows(logits, vocab=vocab), None
+        return pk.argmax_rows(logits, vocab=vocab, impl=impl), None
     q = distribution.draft_distribution(logits, draws.temperature, vocab=vocab)
     return distribution.draw(q, draws.uniforms), q
 

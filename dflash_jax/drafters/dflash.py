@@ -35,13 +35,20 @@ def propose(
     rows = backbone.draft_rows(scratch, draft.config, fixed)
     logits = draft_logits(draft, target, rows, impl=options.impl)
     draws = draws_of(state, fixed=fixed, options=options)
-    tokens, q = _choose(draft, logits, state, draws, vocab=num_choices(draft, target))
+    vocab = num_choices(draft, target)
+    tokens, q = _choose(draft, logits, state, draws, vocab=vocab, impl=options.impl)
     scratch = scratch.replace(logits=logits)
     return Proposal(tokens, num_rows - 1, q), buffers, scratch
 
 
 def _choose(
-    draft: DraftParams, logits: jax.Array, state: DecodeState, draws: Draws | None, *, vocab: int
+    draft: DraftParams,
+    logits: jax.Array,
+    state: DecodeState,
+    draws: Draws | None,
+    *,
+    vocab: int,
+    impl: str,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Each row's best token i32[B, J], or one drawn, and then q f32[B, J, V] it was drawn from.
 
@@ -49,7 +56,7 @@ def _choose(
     """
     batch = state.seq_lens.shape[0]
     if draws is None:
-        ids = target_ids(draft, pk.argmax_rows(logits, vocab=vocab))
+        ids = target_ids(draft, pk.argmax_rows(logits, vocab=vocab, impl=impl))
         return ids.reshape(batch, -1), None
     assert state.sampling is not None  # where there are draws
     q = distribution(logits, state.sampling.rows(draws.uniforms.shape[1]), vocab=vocab)

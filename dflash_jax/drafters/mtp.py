@@ -113,7 +113,9 @@ def propose(
             head, hidden, start + j, is_run, buffers, own, j > 0, fixed=fixed, impl=options.impl
         )
         row = logits_of(hidden, target.lm_head, impl=options.impl)[:, : sizes.vocab]
-        token, q = choose(row, draws and draws.row(j), vocab=target.config.real_vocab)
+        token, q = choose(
+            row, draws and draws.row(j), vocab=target.config.real_vocab, impl=options.impl
+        )
         for kept, x in (outs, hidden), (logits, row), (tokens, token), (qs, q):
             kept.append(x)
 
