@@ -16,7 +16,7 @@ from tests.cases import AttentionCase
 from tests.kernels.compare import assert_close, assert_same_bits
 from tests.reference import ops
 
-pytestmark = pytest.mark.usefixtures("strict_dtypes")
+pytestmark = pytest.mark.usefixtures("strict_dtypes", "little_optimisation")
 
 
 @cache
