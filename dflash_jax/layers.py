@@ -32,11 +32,48 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, impl: str = "auto"
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    residual: jax.Array | None = None,
+    impl: str = "auto",
 ) -> jax.Array:
-    """x[N, in] @ weight[out, in].T (+ bias[out]), accumulated in f32, in x.dtype."""
-    y = pk.skinny_matmul(x, weight, impl=impl)
-    return y if bias is None else y + bias[None]
+    """x[N, in] @ weight[out, in].T (+ bias[out]) (+ residual[N, out]), summed in f32, in x.dtype.
+
+    With `norm` the rows are normed before; a kernel does that, and the residual, in one launch.
+    """
+    x, norm = _norm_by_product(x, norm, eps)
+    inside = None if bias is not None else residual
+    y = pk.skinny_matmul(x, weight, norm=norm, eps=eps, residual=inside, impl=impl)
+    if bias is None:
+        return y
+    y = y + bias[None]
+    return y if residual is None else residual + y
+
+
+def swiglu(
+    x: jax.Array,
+    gate_up: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    impl: str = "auto",
+) -> jax.Array:
+    """silu(gate) * up of x[N, in] by gate_up[2*F, in], the rows normed before if `norm` is."""
+    x, norm = _norm_by_product(x, norm, eps)
+    return pk.skinny_matmul_swiglu(x, gate_up, norm=norm, eps=eps, impl=impl)
+
+
+def _norm_by_product(
+    x: jax.Array, norm: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """Leave the norm to the product where it rounds as the product does."""
+    if norm is None or norm.dtype == x.dtype:
+        return x, norm
+    return rms_norm(x, norm, eps), None
 
 
 def logits_of(x: jax.Array, head: jax.Array, *, impl: str = "auto") -> jax.Array:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels as pk
 from dflash_jax.config import TargetConfig
 from dflash_jax.gdn_state import GdnLayerState, GdnState, keep_rows
-from dflash_jax.layers import embed, linear, rms_norm, rope_angles
+from dflash_jax.layers import embed, linear, rms_norm, rope_angles, swiglu
 from dflash_jax.metadata import AttnMetadata
 from dflash_jax.paged_kv import write_and_attend
 from dflash_jax.params import LayerParams, TargetParams
@@ -66,8 +65,8 @@ def forward(
     features = [x] if -1 in taps else []
     num_attention = num_recurrent = 0
     for i, layer in enumerate(params.layers):
-        normed = rms_norm(x, layer.input_norm, config.rms_eps)
         if layer.gdn is not None and rows is not None and config.gdn is not None:
+            normed = rms_norm(x, layer.input_norm, config.rms_eps)
             y, states[num_recurrent] = gated_delta_layer(
                 layer.gdn,
                 normed,
@@ -78,14 +77,15 @@ def forward(
                 impl=impl,
             )
             num_recurrent += 1
+            x = x + y
         else:
             pools = k_pools[num_attention], v_pools[num_attention]
-            y, k_pools[num_attention], v_pools[num_attention] = attention(
-                layer, normed, meta, args, angles, *pools, config, impl=impl
+            norm = {"norm": layer.input_norm, "residual": x}
+            x, k_pools[num_attention], v_pools[num_attention] = attention(
+                layer, x, meta, args, angles, *pools, config, **norm, impl=impl
             )
             num_attention += 1
-        x = x + y
-        x = x + feed_forward(layer, rms_norm(x, layer.post_norm, config.rms_eps), config, impl=impl)
+        x = feed_forward(layer, x, config, norm=layer.post_norm, residual=x, impl=impl)
         if i in taps:
             features.append(x)
     none = jnp.zeros((x.shape[0], 0), x.dtype)
@@ -138,7 +138,7 @@ def _states_after(
 
 def attention(
     layer: LayerParams,
-    normed: jax.Array,
+    x: jax.Array,
     meta: AttnMetadata,
     args: jax.Array,
     angles: tuple[jax.Array, jax.Array],
@@ -146,10 +146,15 @@ def attention(
     v_pool: jax.Array,
     config: TargetConfig,
     *,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
     impl: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention sub-layer: what it adds to the stream for normed[N, E], and the pools."""
-    qkv = linear(normed, layer.qkv, layer.qkv_bias, impl=impl)
+    """Attention sub-layer: what it adds to the stream for x[N, E], and the pools.
+
+    With `norm` the rows are normed first; with `residual` the first result is the sum with it.
+    """
+    qkv = linear(x, layer.qkv, layer.qkv_bias, norm=norm, eps=config.rms_eps, impl=impl)
     out, k_pool, v_pool, *_ = write_and_attend(
         qkv,
         (layer.q_norm, layer.k_norm),
@@ -165,12 +170,25 @@ def attention(
     if config.has_output_gate:
         gate = qkv[:, qkv.shape[1] - out.shape[1] :]
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
-    return linear(out, layer.o, layer.o_bias, impl=impl), k_pool, v_pool
+    return linear(out, layer.o, layer.o_bias, residual=residual, impl=impl), k_pool, v_pool
 
 
-def feed_forward(layer: LayerParams, x: jax.Array, config: TargetConfig, *, impl: str) -> jax.Array:
-    """Feed-forward sub-layer, dense or of experts: what it adds for x[N, E]."""
+def feed_forward(
+    layer: LayerParams,
+    x: jax.Array,
+    config: TargetConfig,
+    *,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    impl: str,
+) -> jax.Array:
+    """Feed-forward sub-layer, dense or of experts: what it adds for x[N, E].
+
+    With `norm` the rows are normed first; with `residual` the result is the sum with it.
+    """
     if layer.router is not None and config.moe is not None:
-        return mixture(layer, x, config.moe, impl=impl)
-    inner = pk.skinny_matmul_swiglu(x, layer.gate_up, impl=impl)  # [N, F]
-    return linear(inner, layer.down, impl=impl)
+        x = x if norm is None else rms_norm(x, norm, config.rms_eps)
+        y = mixture(layer, x, config.moe, impl=impl)
+        return y if residual is None else residual + y
+    inner = swiglu(x, layer.gate_up, norm=norm, eps=config.rms_eps, impl=impl)  # [N, F]
+    return linear(inner, layer.down, residual=residual, impl=impl)

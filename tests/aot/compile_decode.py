@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=128, help="prompt tokens of a prefill")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--sampling", action="store_true", help="with every option of sampling")
+    parser.add_argument("--impl", choices=("auto", "xla", "pallas"), default="auto")
     parser.add_argument("--hlo", type=Path, help="also write the HLO there")
     args = parser.parse_args(argv)
     device = h200()
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     mode = SamplingMode(**dict.fromkeys(SamplingMode.__slots__, True)) if args.sampling else None
     params, carried = params_specs(target, draft), carriers(draft, fixed, mode)
-    static = {"fixed": fixed, "options": DecodeOptions(sampling=mode)}
+    static = {"fixed": fixed, "options": DecodeOptions(impl=args.impl, sampling=mode)}
     if args.what == "decode":
         compiled = device.compile(loop.decode, params, *carried, **static)
     else:
