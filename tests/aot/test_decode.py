@@ -52,6 +52,15 @@ def test_a_layer_of_a_decode_chunk_writes_and_attends_in_three_launches(shapes, 
 
 
 @pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_a_cycle_searches_rows_of_the_vocabulary_in_two_launches_a_search(shapes, drafter):
+    found = compiled("decode", shapes, drafter)["pallas"]
+    searches = {"dflash": 2, "dflash2": 1}[drafter]  # the drafts' and the target's best tokens
+    assert found["greedy_rows_chunks"] == found["greedy_rows_join"] == searches
+    names = ("top16_maxima", "top16_pick", "selector_walk")
+    assert [found.get(name, 0) for name in names] == [int(drafter == "dflash2")] * 3
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
 def test_temporary_memory_of_a_decode_chunk_is_less_than_one_layers_pools(shapes, drafter):
     facts = compiled("decode", shapes, drafter)
     assert facts["temp_bytes"] < 2 * facts["pool_bytes"]
