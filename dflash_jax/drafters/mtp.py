@@ -18,7 +18,7 @@ from dflash_jax.draft_state import DraftBuffers
 from dflash_jax.drafters.choice import before_the_first_fault, choose, draws_of
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.fixed import DraftFixed, Fixed
-from dflash_jax.layers import apply_rope, embed, linear, logits_of, rms_norm, rope_angles
+from dflash_jax.layers import embed, linear, logits_of, rms_norm, rope_angles
 from dflash_jax.metadata import indirect_args, rows_metadata
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import MtpParams, Params
@@ -63,12 +63,18 @@ def advance(
     x = join(head, embed(rows.next_tokens, params.target.embed), hidden, impl=impl)
     normed = rms_norm(x, head.layer.input_norm, config.rms_eps)
     kv = linear(normed, head.kv, head.kv_bias, impl=impl)
-    kv = kv.reshape(kv.shape[0], 2, config.num_kv_heads, config.head_dim)
-    k, v = kv[:, 0], kv[:, 1]  # [T, K, D]
-    if head.layer.k_norm is not None:
-        k = rms_norm(k, head.layer.k_norm, config.rms_eps)
-    k = apply_rope(k, *rope_angles(rows.positions, config.rope, config.head_dim, fixed.capacity))
-    k_pool, v_pool = pk.reshape_and_cache(k, v, own.k_pool, own.v_pool, rows.slots, impl=impl)
+    written = pk.norm_rope_cache(
+        kv,
+        *rope_angles(rows.positions, config.rope, config.head_dim, fixed.capacity),
+        (own.k_pool,),
+        (own.v_pool,),
+        rows.slots,
+        num_heads=0,
+        k_norms=None if head.layer.k_norm is None else (head.layer.k_norm,),
+        eps=config.rms_eps,
+        impl=impl,
+    )
+    (k_pool,), (v_pool,) = written.k_pools, written.v_pools
     own = own.replace(k_pool=k_pool, v_pool=v_pool, hidden=_last_rows(own.hidden, hidden, rows))
     return buffers.replace(draft=own), scratch
 
