@@ -46,14 +46,13 @@ from pallas_kernels._skinny_tiles import (
 class _Tiling:
     """What a kernel bakes in.
 
-    past_inner, past_out: whether tiles reach past the columns of x, past the rows of the weight.
+    past_inner: whether tiles reach past the columns of x.
     eps: of the norm before the product, None without one.
     """
 
     config: SkinnyMatmulConfig
     block_r: int
     past_inner: bool
-    past_out: bool
     eps: float | None
 
 
@@ -84,55 +83,56 @@ def _row_scale(x_ref, rows, t: _Tiling):
     return lax.rsqrt(total / inner + t.eps)[:, None]
 
 
-def _accumulate(x_ref, norm_ref, w_ref, starts, rows, t: _Tiling):
-    """f32[block_r, block_n] for each start: this program's part of x @ w[start:].T over `in`."""
-    inner, out = x_ref.shape[1], w_ref.shape[0]
+def _accumulate(x_ref, norm_ref, w_ref, halves, rows, cols, t: _Tiling):
+    """f32[block_r, block_n] for each half: this program's part of x @ w[half + cols].T."""
+    inner = x_ref.shape[1]
     steps = pl.cdiv(inner, t.config.block_k * t.config.split_k)
     first = pl.program_id(0) * steps
-    offsets = jnp.arange(t.config.block_n, dtype=jnp.int32)
     scale = None if norm_ref is None else _row_scale(x_ref, rows, t)
 
     def step(i, accs):
-        cols, exist = _tile_columns(first + i, t, inner)
-        x = _load(x_ref, rows, cols, exist)  # [block_r, block_k]
+        columns, exist = _tile_columns(first + i, t, inner)
+        x = _load(x_ref, rows, columns, exist)  # [block_r, block_k]
         if norm_ref is not None and scale is not None:
-            at = norm_ref.at[cols]
+            at = norm_ref.at[columns]
             weight = plgpu.load(at) if exist is None else plgpu.load(at, mask=exist[0], other=0)
             x = (x.astype(jnp.float32) * scale).astype(x.dtype) * weight[None, :]
         added = []
-        for acc, start in zip(accs, starts, strict=True):
-            w_rows = start + offsets
-            inside = exist
-            if t.past_out:
-                below = (w_rows < out)[:, None]
-                inside = below if exist is None else below & exist
-            w = _load(w_ref, w_rows, cols, inside)  # [block_n, block_k]
+        for acc, half in zip(accs, halves, strict=True):
+            w = _load(w_ref, half + cols, columns, exist)  # [block_n, block_k]
             precision = dot_precision(x.dtype)
             added.append(acc + plgpu.dot(x, w, trans_b=True, precision=precision))
         return tuple(added)
 
     zero = jnp.zeros((t.block_r, t.config.block_n), jnp.float32)
-    return lax.fori_loop(0, steps, step, (zero,) * len(starts))
+    return lax.fori_loop(0, steps, step, (zero,) * len(halves))
 
 
-def _place(t: _Tiling):
-    """Rows and columns of the output that this program makes."""
-    rows = pl.program_id(2) * t.block_r + jnp.arange(t.block_r, dtype=jnp.int32)
-    first = pl.program_id(1) * t.config.block_n
-    return rows, first, first + jnp.arange(t.config.block_n, dtype=jnp.int32)
+def _place(t: _Tiling, shape: tuple[int, int]):
+    """Rows and columns of the [N, out] result that this program makes.
+
+    Past an end they are the last one again: its sums come out in the same bits, and are stored
+    twice. So nothing is padded, cut or masked.
+    """
+    along = ((2, t.block_r, shape[0]), (1, t.config.block_n, shape[1]))
+    places = []
+    for axis, block, size in along:
+        place = pl.program_id(axis) * block + jnp.arange(block, dtype=jnp.int32)
+        places.append(jnp.minimum(place, size - 1) if size % block else place)
+    return places
 
 
 def _matmul_kernel(
-    x_ref,  # [N, in], N a multiple of block_r
+    x_ref,  # [N, in]
     w_ref,  # [out, in]
     *refs,  # norm [in]; residual [N, out]; y [N, out], or its parts [split_k, N, out]
     t: _Tiling,
     has_residual: bool,
 ):
     *extra, y_ref = refs
+    rows, cols = _place(t, y_ref.shape[-2:])
     norm_ref = None if t.eps is None else extra[0]
-    rows, first, cols = _place(t)
-    (acc,) = _accumulate(x_ref, norm_ref, w_ref, (first,), rows, t)
+    (acc,) = _accumulate(x_ref, norm_ref, w_ref, (0,), rows, cols, t)
     at = rows[:, None], cols[None, :]
     if t.config.split_k > 1:
         plgpu.store(y_ref.at[(pl.program_id(0), *at)], acc)
@@ -144,15 +144,15 @@ def _matmul_kernel(
 
 
 def _swiglu_kernel(
-    x_ref,  # [N, in], N a multiple of block_r
+    x_ref,  # [N, in]
     w_ref,  # [2 * F, in]: gate's rows, then up's
-    *refs,  # norm [in]; y [N, F], F rounded up to block_n
+    *refs,  # norm [in]; y [N, F]
     t: _Tiling,
 ):
     *extra, y_ref = refs
-    rows, first, cols = _place(t)
-    starts = (first, w_ref.shape[0] // 2 + first)
-    gate, up = _accumulate(x_ref, extra[0] if extra else None, w_ref, starts, rows, t)
+    rows, cols = _place(t, y_ref.shape)
+    halves = (0, y_ref.shape[1])
+    gate, up = _accumulate(x_ref, extra[0] if extra else None, w_ref, halves, rows, cols, t)
     dtype = y_ref.dtype
     gate = gate.astype(dtype).astype(jnp.float32)
     inner = (gate * jax.nn.sigmoid(gate)).astype(dtype) * up.astype(dtype)
@@ -161,11 +161,11 @@ def _swiglu_kernel(
 
 def _launch(kernel, name: str, x, w, extra, out, t: _Tiling, num_weights: int, interpret: bool):
     """Run one of the two kernels; `out` is the result's ShapeDtypeStruct."""
-    weight_rows = num_weights * t.config.block_n
-    stages = stages_that_fit(t.config, t.block_r + weight_rows, x.dtype.itemsize)
+    block_n = t.config.block_n
+    stages = stages_that_fit(t.config, t.block_r + num_weights * block_n, x.dtype.itemsize)
     return pl.pallas_call(
         partial(kernel, t=t),
-        grid=(t.config.split_k, out.shape[-1] // t.config.block_n, x.shape[0] // t.block_r),
+        grid=(t.config.split_k, pl.cdiv(out.shape[-1], block_n), pl.cdiv(x.shape[0], t.block_r)),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=t.config.num_warps, num_stages=stages),
         interpret=interpret,
@@ -173,46 +173,27 @@ def _launch(kernel, name: str, x, w, extra, out, t: _Tiling, num_weights: int, i
     )(x, w, *extra)
 
 
-def _pad(x, rows: int, columns: int):
-    """`x` with zero rows and columns up to the given counts."""
-    missing = (rows - x.shape[0], columns - x.shape[1])
-    return jnp.pad(x, [(0, count) for count in missing]) if any(missing) else x
-
-
 @partial(jax.jit, static_argnames=("eps", "out_dtype", "config", "interpret"))
 def skinny_matmul_pallas(
     x, w, norm, residual, *, eps: float, out_dtype, config, interpret: bool
 ) -> jax.Array:
     """`skinny_matmul` by the kernel."""
-    n, inner = x.shape
-    out = w.shape[0]
-    block_r = rows_in_block(n)
-    rows = -(-n // block_r) * block_r
-    columns = -(-out // config.block_n) * config.block_n
+    (n, inner), out = x.shape, w.shape[0]
     is_split = config.split_k > 1
     fuses_residual = residual is not None and not is_split
     extra = [] if norm is None else [norm]
-    extra += [_pad(residual, rows, columns)] if fuses_residual else []
-    shape = (config.split_k, rows, columns) if is_split else (rows, columns)
+    extra += [residual] if fuses_residual else []
     t = _Tiling(
         config,
-        block_r,
+        rows_in_block(n),
         past_inner=inner % (config.block_k * config.split_k) != 0,
-        past_out=columns != out,
         eps=None if norm is None else eps,
     )
-    y = _launch(
-        partial(_matmul_kernel, has_residual=fuses_residual),
-        "skinny_matmul",
-        _pad(x, rows, inner),
-        w,
-        extra,
-        jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else out_dtype),
-        t,
-        1,
-        interpret,
-    )
-    y = (_sum_in_order(y, out_dtype) if is_split else y)[:n, :out]
+    shape = (config.split_k, n, out) if is_split else (n, out)
+    result = jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else out_dtype)
+    kernel = partial(_matmul_kernel, has_residual=fuses_residual)
+    y = _launch(kernel, "skinny_matmul", x, w, extra, result, t, 1, interpret)
+    y = _sum_in_order(y, out_dtype) if is_split else y
     return y if residual is None or fuses_residual else y + residual
 
 
@@ -221,31 +202,20 @@ def skinny_matmul_swiglu_pallas(
     x, w_gate_up, norm, *, eps: float, config, interpret: bool
 ) -> jax.Array:
     """`skinny_matmul_swiglu` by the kernel: gate and up share a program, nothing is split."""
-    n, inner = x.shape
-    ffn = w_gate_up.shape[0] // 2
+    (n, inner), ffn = x.shape, w_gate_up.shape[0] // 2
     # Half of each, so that a step reads as many bytes as a product's.
-    halves = replace(config, block_n=max(16, config.block_n // 2), split_k=1)
-    block_r = rows_in_block(n)
-    rows, columns = -(-n // block_r) * block_r, -(-ffn // halves.block_n) * halves.block_n
+    halved = replace(config, block_n=max(16, config.block_n // 2), split_k=1)
     t = _Tiling(
-        halves,
-        block_r,
+        halved,
+        rows_in_block(n),
         past_inner=inner % config.block_k != 0,
-        past_out=columns != ffn,
         eps=None if norm is None else eps,
     )
-    y = _launch(
-        _swiglu_kernel,
-        "skinny_matmul_swiglu",
-        _pad(x, rows, inner),
-        w_gate_up,
-        [] if norm is None else [norm],
-        jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        t,
-        2,
-        interpret,
+    extra = [] if norm is None else [norm]
+    result = jax.ShapeDtypeStruct((n, ffn), x.dtype)
+    return _launch(
+        _swiglu_kernel, "skinny_matmul_swiglu", x, w_gate_up, extra, result, t, 2, interpret
     )
-    return y[:n, :ffn]
 
 
 def _by_triton(op: str, x, w, norm, residual, *, eps: float, out_dtype, config) -> jax.Array:
@@ -260,7 +230,7 @@ def _by_triton(op: str, x, w, norm, residual, *, eps: float, out_dtype, config) 
     n, out = x.shape[0], w.shape[0]
     block_r = rows_in_block(n)
     x = jnp.asarray(x) if norm is None else _rms_norm(jnp.asarray(x), jnp.asarray(norm), eps)
-    x = _pad(x, -(-n // block_r) * block_r, x.shape[1])
+    x = jnp.pad(x, ((0, -n % block_r), (0, 0)))
     part_dtype = jnp.float32 if config.split_k > 1 else out_dtype
     parts = product(x, jnp.asarray(w), out_dtype=part_dtype, block_r=block_r, config=config)
     y = _sum_in_order(parts, out_dtype)[:n, :out]
