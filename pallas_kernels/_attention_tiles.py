@@ -10,7 +10,10 @@ segments, time in us with the number of segments times their keys (lanes = seque
 
 Blocks of 64 keys, 4 warps and 3 stages in all of them (2 stages at 256 lanes and 1k); blocks of 128
 keys took 20 to 50 % longer. Segments below the longest, f32, and head dims other than 128 have not
-been measured: they are sized by what fits in shared memory, by AOT compiles.
+been measured. Their tiles are sized by what compiles for an H200 without spilling and leaves room
+for two programs a multiprocessor: a block of K or V takes at most 16 KiB. With 16-bit heads of 128
+that is 112 KiB of shared memory and 168 registers; a GPU with less than that (8.6, 8.9, 12.0 and
+generations that are not known) gets 2 stages, 80 KiB, and the same bits.
 """
 
 from dataclasses import dataclass
@@ -19,11 +22,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._launch import is_power_of_2, next_power_of_2
+from pallas_kernels._launch import is_power_of_2, next_power_of_2, shared_memory
 
 TILE_ROWS = 64  # rows of the dots: block_r query rows of all heads that share a kv head
 _F32_TILE_ROWS = 16  # f32 dots are unrolled into multiply-adds, which 64 rows would make thousands
 _MAX_BLOCK_R = 16
+_BLOCK_BYTES = 16 * 1024
 _MIN_SEGMENT = 64
 _PROGRAMS = 256  # about two for each of the 132 multiprocessors
 
@@ -73,11 +77,10 @@ def attention_config(
     longest = max(_MIN_SEGMENT, next_power_of_2(longest))
     return AttentionConfig(
         block_r=max(1, min(_MAX_BLOCK_R, tile_rows // next_power_of_2(heads_per_kv_head))),
-        block_s=64 if itemsize == 2 else 32,
+        block_s=max(16, min(64 if itemsize == 2 else 32, _BLOCK_BYTES // row_bytes)),
         first_segment=min(longest, max(2 * _MIN_SEGMENT, next_power_of_2(16 * lanes))),
         longest_segment=longest,
-        num_warps=4 if row_bytes <= 256 else 8,  # 64 x 256 sums would spill in 4
-        num_stages=3 if row_bytes <= 256 else 2,
+        num_stages=3 if itemsize == 2 and row_bytes <= 256 and shared_memory() >= 112 else 2,
     )
 
 

@@ -25,6 +25,8 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 # Triton needs tensor cores that know bf16 and asynchronous copies: Ampere, 8.0.
 _OLDEST_GPU = (8, 0)
+# KiB a program may take, by compute capability (CUDA C++ programming guide).
+_SHARED_MEMORY = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 
 
 def dispatch(
@@ -99,6 +101,22 @@ def _check_gpu(op: str, impl: str) -> None:
             f"{op}: kernels need compute capability {'.'.join(map(str, _OLDEST_GPU))} and "
             f"{device.device_kind} has {generation}, supported here are 'xla' and 'interpret'"
         )
+
+
+def shared_memory() -> int:
+    """KiB that a program may take on the device that programs are compiled for.
+
+    227 on Hopper, which is what is assumed where there is no GPU; the least of all supported ones
+    for a generation that is not listed.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if getattr(mesh, "abstract_device", None) is not None:
+        return _SHARED_MEMORY["9.0"]
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return _SHARED_MEMORY["9.0"]
+    generation = str(getattr(device, "compute_capability", ""))
+    return _SHARED_MEMORY.get(generation, min(_SHARED_MEMORY.values()))
 
 
 def is_power_of_2(n: int) -> bool:

@@ -16,8 +16,8 @@ maximum is rounded up to an integer, which makes every rescaling an exact power 
 Bytes: K and V of what is visible are read once a tile of rows (a second tile finds them in L2), a
 live segment leaves `rows x D` f32 behind, read once. Limit of a verify of 16 rows, 32/8 heads of
 128, at 4.37 TB/s: 1.0 / 3.8 / 31 us for 1k / 4k / 32k keys; two launches cost about 3 us. A program
-holds K and V of num_stages blocks (96 KiB at 3 x 64 keys of 128 in bf16), so two or more share a
-multiprocessor; segments past the length return before they read a key.
+holds its queries and K and V of num_stages blocks (112 KiB at 3 x 64 keys of 128 in bf16), so two
+share a multiprocessor of an H200; segments past the length return before they read a key.
 """
 
 from functools import partial

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,47 @@ def test_segments_are_those_measured_where_they_are_uniform(capacity, lanes, cou
     assert segments_of(capacity, config).count == count
     assert config.longest_segment == longest
     assert (config.block_r, config.block_s, config.num_warps, config.num_stages) == (16, 64, 4, 3)
+
+
+def test_blocks_of_keys_take_the_same_memory_at_every_width_and_dtype():
+    sizes = {
+        (dim, itemsize): attention_config(4, dim, itemsize, 1024, 8).block_s
+        for dim in (16, 96, 128, 256)
+        for itemsize in (2, 4)
+    }
+    assert sizes == {
+        (16, 2): 64,
+        (96, 2): 64,
+        (128, 2): 64,
+        (256, 2): 32,
+        (16, 4): 32,
+        (96, 4): 32,
+        (128, 4): 32,
+        (256, 4): 16,
+    }
+
+
+@pytest.mark.parametrize(
+    "generation, stages", [("8.0", 3), ("8.6", 2), ("9.0", 3), ("12.0", 2), ("13.7", 2)]
+)
+def test_a_gpu_with_less_shared_memory_gets_fewer_stages_and_the_same_tiles(
+    monkeypatch, generation, stages
+):
+    here = attention_config(4, 128, 2, 1024, 8)
+    device = SimpleNamespace(platform="gpu", compute_capability=generation)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    there = attention_config(4, 128, 2, 1024, 8)
+    assert there == dataclasses.replace(here, num_stages=stages)
+
+
+def test_a_gpu_that_is_too_old_is_refused_with_what_runs_there(monkeypatch):
+    device = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    message = "decode: kernels need compute capability 8.0 and Tesla T4 has 7.5, supported here"
+    for impl in ("auto", "pallas"):
+        with pytest.raises(NotImplementedError, match=message):
+            pk.check_impl("decode", impl)
+    pk.check_impl("decode", "xla")
 
 
 def test_tiles_depend_on_no_number_of_rows_and_hold_odd_groups():
