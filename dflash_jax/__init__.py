@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         oracle_drafter,
         prompt_lookup_drafter,
     )
+    from dflash_jax.drafters.confidence import fit_temperatures, with_scheduler, with_threshold
     from dflash_jax.engine import generate, start, stream
     from dflash_jax.fixed import Fixed, plan
     from dflash_jax.loop import decode, decode_autoregressive, prefill, step
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "config": ("DraftConfig", "TargetConfig"),
     "drafters": ("Proposal", "no_drafter", "oracle_drafter", "prompt_lookup_drafter"),
+    "drafters.confidence": ("fit_temperatures", "with_scheduler", "with_threshold"),
     "engine": ("generate", "start", "stream"),
     "fixed": ("Fixed", "plan"),
     "loop": ("decode", "decode_autoregressive", "prefill", "step"),
@@ -61,6 +63,7 @@ __all__ = [
     "Verification",
     "decode",
     "decode_autoregressive",
+    "fit_temperatures",
     "generate",
     "init_buffers",
     "init_scratch",
@@ -76,6 +79,8 @@ __all__ = [
     "start",
     "step",
     "stream",
+    "with_scheduler",
+    "with_threshold",
 ]
 
 
