@@ -150,8 +150,11 @@ def test_a_walk_keeps_its_bits_in_another_batch_row(impl):
     assert_same_bits(np.asarray(got[1])[:, :-1], scores[:, 1:])
 
 
-@each_impl
-@pytest.mark.parametrize("case", cases.WALK[1:3], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case, impl",
+    [(cases.WALK[1], "xla"), (cases.WALK[1], "interpret"), (cases.WALK[2], "xla")],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_every_case_of_the_sampled_walk_equals_the_oracle(case, impl):
     inputs = cases.make_walk_draws(case)
     path, scores, q = sampled_walk(case.k, impl)(*inputs)
