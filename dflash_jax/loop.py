@@ -231,6 +231,7 @@ def _step(
 ) -> tuple[StepOutput, DecodeState, Buffers, DflashScratch]:
     """Propose, verify, commit."""
     static = {"fixed": fixed, "options": options}
+    drafters.check_options(params.draft.config, options)
     num_rows = rows_to_run(state, fixed)
     drafter = drafters.get(params.draft)
     propose = drafter.propose if fixed.num_drafts else drafters.propose_nothing
