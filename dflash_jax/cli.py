@@ -60,6 +60,8 @@ def _run(args: argparse.Namespace) -> int:
         return pair_commands.run(args)
     if args.command == "decode":
         args.requests = _requests(args)
+    if args.command == "check":
+        _prepare_check(args)
     from dflash_jax import commands
 
     return commands.run(args)
@@ -94,6 +96,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_models(decode)
     _add_decoding(decode)
     sampling_arguments.add(decode)
+    check = _command(
+        commands,
+        "check",
+        "check that sampled answers follow the target's distribution",
+        "a few hundred answers of three tokens, over a vocabulary cut down to a few",
+    )
+    _add_check(check)
+    _add_models(check)
     plan = _command(
         commands, "plan", "print sizes and memory of a decode", "nothing is allocated or compiled"
     )
@@ -149,6 +159,31 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         "--raw", dest="mode", action="store_const", const="raw", help="take prompts as plain text"
     )
     group.add_argument("--system", metavar="TEXT", help="system prompt, put before each chat")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", default="Once upon a time", help="text to go on from")
+    parser.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="the prompt as token ids")
+    parser.add_argument(
+        "--sampling", action="store_true", required=True, help="what to check; there is no other"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="above 0")
+    parser.add_argument("--samples", type=_at_least(1), default=400, metavar="N", help="answers")
+    parser.add_argument(
+        "--vocabulary", type=_at_least(2), default=4, metavar="K", help="tokens that are left"
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the first")
+    parser.add_argument(
+        "--draft-sampling", action=argparse.BooleanOptionalAction, help="as for decode"
+    )
+
+
+def _prepare_check(args: argparse.Namespace) -> None:
+    """Give a check what loading a pair asks of a decode."""
+    ids = args.prompt_ids
+    args.requests = [Request(ids=ids) if ids is not None else Request(text=args.prompt)]
+    args.mode, args.system, args.eos_ids, args.ignore_eos = "raw", None, None, True
+    args.min_confidence = None
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:

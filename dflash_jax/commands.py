@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax import certificate, drafters, engine, memory, models, sampling_arguments
+from dflash_jax import (
+    certificate,
+    drafters,
+    engine,
+    memory,
+    models,
+    sampling_arguments,
+    sampling_check,
+)
 from dflash_jax.config import TargetConfig
 from dflash_jax.executable_cache import keep_executables
 from dflash_jax.fixed import Fixed
@@ -34,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _fitting():
             check_impl(args.command, args.impl)
-        return {"decode": _decode, "plan": _plan}[args.command](args)
+        return {"decode": _decode, "check": _check, "plan": _plan}[args.command](args)
     except UsageError:
         raise
     except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -168,6 +176,40 @@ def _oracle(
         ids = [*prompt, *one.ids][: known.shape[1]]
         known[row, : len(ids)] = ids
     return pair.oracle_pair(known, fixed.num_drafts)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Compare sampled answers with the target's law; code 1 where they do not follow it."""
+    choice = models.choose_drafter(args.drafter, args.target, args.num_drafts)
+    if choice.name == "none" or choice.accepts is not None:
+        raise UsageError(f"check: drafter {choice.name} drafts nothing of its own")
+    pair = models.load(args)
+    with _fitting():
+        prompt = list(_ids(0, pair, args))
+        sizes = {
+            name: getattr(args, name) for name in ("batch", "page_size", "max_context", "impl")
+        }
+        trial = sampling_check.prepare(
+            pair.pair(),
+            prompt,
+            temperature=args.temperature,
+            vocabulary=args.vocabulary,
+            progress=lambda words: print(words, file=sys.stderr),
+            **sizes,
+        )
+        print(f"decoding {args.samples} answers", file=sys.stderr)
+        found = sampling_check.judge(
+            trial,
+            samples=args.samples,
+            seed=args.seed,
+            draft_sampling=args.draft_sampling,
+            num_drafts=args.num_drafts,
+            **sizes,
+        )
+    print(found)
+    facts = {"target": args.target, "drafter": choice.name, "prompt": prompt}
+    print(json.dumps({**facts, **found.as_dict()}))
+    return 0 if found.holds else 1
 
 
 def _plan(args: argparse.Namespace) -> int:

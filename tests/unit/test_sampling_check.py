@@ -1,0 +1,83 @@
+"""`dflash check --sampling`: it says yes to a right pair, and no to a loop that is wrong."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import acceptance, cli, commands, sampling_check
+from scripts.make_tiny import write_tiny_pair
+from tests import kit
+
+SIZES = {"page_size": 16, "max_context": 32}
+
+
+@pytest.fixture(autouse=True)
+def compile_effort():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pair():
+    return kit.pair("qwen3", "dspark", layers="one", block=4).params
+
+
+@pytest.fixture(scope="module")
+def trial():
+    return sampling_check.prepare(pair(), kit.prompt(9), temperature=2.0, batch=28, **SIZES)
+
+
+def test_a_right_pair_follows_its_target(trial):
+    assert sum(trial.law.values()) == pytest.approx(1)
+    found = sampling_check.judge(trial, samples=400, batch=50, **SIZES)
+    assert found.holds and found.p_value > 1e-3 and found.tau > 1.1
+    assert "follows the target" in str(found) and len(found.vocabulary) == 4
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_residual_that_forgets_q_is_found(trial, monkeypatch):
+    monkeypatch.setattr(acceptance, "_residual", lambda p, q, row: p)
+    found = sampling_check.judge(trial, samples=600, batch=60, **SIZES)  # a trace of its own
+    assert not found.holds and "DOES NOT FOLLOW" in str(found)
+
+
+def test_counts_are_judged_by_what_the_law_expects():
+    law = {(0,): 0.5, (1,): 0.3, (2,): 0.197, (3,): 0.003}
+    near = Counter({(0,): 510, (1,): 290, (2,): 198, (3,): 2})
+    statistic, degrees, p_value = sampling_check.chi_square(near, law)
+    assert degrees == 3 and p_value > 0.5  # the rare one and its like make a bin
+    assert statistic == pytest.approx(0.2 + 1 / 3 + 1 / 197 + 1 / 3)
+    far = Counter({(0,): 400, (1,): 400, (2,): 197, (3,): 3})
+    assert sampling_check.chi_square(far, law)[2] < 1e-6
+    assert sampling_check.chi_square(near + Counter({(9,): 1}), law)[2] == 0
+
+
+def test_a_cut_pair_has_the_rows_that_were_named_and_its_mask_behind_them():
+    params = pair()
+    cut = sampling_check.cut_vocabulary(params, (2, 5, 9))
+    rows = [2, 5, 9, params.draft.config.mask_id]
+    np.testing.assert_array_equal(cut.target.lm_head, params.target.lm_head[jnp.array(rows)])
+    np.testing.assert_array_equal(cut.draft.markov.out, params.draft.markov.out[jnp.array(rows)])
+    assert (cut.target.config.real_vocab, cut.draft.config.mask_id) == (3, 3)
+
+
+def test_a_law_of_few_outcomes_is_no_check(trial):
+    sure = replace(trial, law={(0, 0, 0): 0.99, (0, 0, 1): 0.01})
+    with pytest.raises(ValueError, match="too few sequences of 3 tokens to tell anything by 400"):
+        sampling_check.judge(sure, **SIZES)
+
+
+def test_what_cannot_be_checked_is_refused_by_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "keep_executables", lambda: None)  # a setting of the process
+    at = write_tiny_pair(tmp_path)
+    models = ["--target", str(at.target), "--drafter", str(at.drafter), "--max-context", "32"]
+    assert cli.main(["check", "--sampling", *models, "--temperature", "0"]) == 2
+    assert "vocabulary is 4 and temperature 0.0, wanted" in capsys.readouterr().err
+    assert cli.main(["check", "--sampling", "--target", str(at.target), "--drafter", "none"]) == 2
+    assert "drafter none drafts nothing of its own" in capsys.readouterr().err
+    assert cli.main(["check", *models]) == 2  # what to check is not said
