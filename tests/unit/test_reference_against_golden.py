@@ -47,8 +47,10 @@ def check_target(case, arrays):
         compared |= {f"hf_hidden_states.{i}": x for i, x in enumerate(out.hidden[:-1])}
         compared[f"hf_hidden_states.{len(out.hidden) - 1}"] = out.normed
         for name, got in compared.items():
-            group = "logits" if name == "logits" else "hidden"
-            close(got, arrays[name][b], stated_error(case, group), name)
+            atol = stated_error(case, "logits" if name == "logits" else "hidden")
+            # The stated error is of hf_hidden_states, whose last is normed: smaller numbers.
+            atol *= 2 if name.startswith("last_layer_out") else 1
+            close(got, arrays[name][b], atol, name)
         if case.is_bf16:
             close(out.logits, arrays["logits_f64ref"][b], STORED_F64_ATOL, "logits_f64ref")
             want = arrays["last_layer_out_f64ref"][b]
