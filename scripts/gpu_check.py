@@ -4,9 +4,10 @@
     python scripts/gpu_check.py law loop_small --out results --minutes 4
 
 Sections (`gpu_sections.py`) run in processes of their own, most important first, so that one which
-takes the device down or runs out of time costs nothing but itself. Each writes SECTION.json in
-`--out` as it goes. Ends with a table and, last, one JSON object; the exit code is 1 if anything was
-found wrong. `--platform cpu --smoke` runs small forms of all of it by the interpreter.
+takes the device down or runs out of time costs nothing but itself. Records are written to `--out`
+as they grow, and end up in one file, check.json. Ends with a table and, last, one JSON object; the
+exit code is 1 if anything was found wrong. `--platform cpu --smoke` runs small forms of all of it
+by the interpreter.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def start(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]
     except subprocess.TimeoutExpired:
         ending = f"over {seconds:.0f} s"
     record = json.loads(path.read_text()) if path.is_file() else {}
+    path.unlink(missing_ok=True)  # check.json has it from here on
     if ending or record.pop("unfinished", False):
         late = ending.startswith("over")
         record |= {"right": None if late else False, "failed": ending or "it did not end"}

@@ -166,8 +166,6 @@ def smollm2(report: Report) -> str:
             law,
         ]
 
-    if "rows" not in report:
-        return f"Not run: {report.get('why', report.get('failed', 'unknown'))}."
     head = "drafter | batch | tau | tokens/s | over plain | ms a cycle | against plain, bit for bit"
     return "\n".join([read_with(report), "", rows_of(head, map(cells, report["rows"]))])
 
@@ -211,6 +209,20 @@ def merged(reports: list[Report]) -> Report:
     return {**reports[0], "results": results, "not_run": missing}
 
 
+def results_in(folder: Path) -> dict[str, Report]:
+    """What the folder has for each section of the page; parts of a check are in its one file."""
+    read = lambda pattern: [json.loads(p.read_text()) for p in sorted(folder.glob(pattern))]
+    found: dict[str, Report] = {}
+    for check in read("check.json"):
+        found |= {name: one for name, one in check.items() if name in SECTIONS and "why" not in one}
+        found["check"] = check
+    if reports := read("kernels.json"):
+        found["kernels"] = reports[0]
+    if reports := read("decode*.json"):
+        found["decode"] = merged(reports)
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("results", type=Path, help="folder that the scripts wrote to")
@@ -221,14 +233,10 @@ def main(argv: list[str] | None = None) -> int:
     page = args.docs / "benchmarks.md"
     text = page.read_text()
     written = []
-    for name, section in SECTIONS.items():
-        files = sorted(args.results.glob(f"{name}*.json"))
-        if not files:
-            continue
-        reports = [json.loads(path.read_text()) for path in files]
-        report = merged(reports) if name == "decode" else reports[-1]
+    for name, report in results_in(args.results).items():
+        section = SECTIONS[name]
         if "failed" in report:
-            print(f"write_benchmarks: {files[-1].name} failed, left out", file=sys.stderr)
+            print(f"write_benchmarks: {name} failed, left out", file=sys.stderr)
             continue
         text = replaced(text, name, section(report))
         copy = args.docs / "benchmarks" / f"{name}-{args.device}-{args.date}.json"

@@ -46,9 +46,10 @@ def test_sections_of_the_check_run_in_processes_of_their_own(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     verdicts = json.loads(done.stdout.splitlines()[-1])
     assert verdicts == {"law": True, "smollm2": None}
-    law = json.loads((tmp_path / "law.json").read_text())
-    assert law["rows"][0]["accepted"] > 0 and law["backend"] == "cpu"
-    assert json.loads((tmp_path / "check.json").read_text())["smollm2"]["why"]
+    (only,) = tmp_path.iterdir()
+    records = json.loads(only.read_text())
+    assert records["law"]["rows"][0]["accepted"] > 0 and records["law"]["backend"] == "cpu"
+    assert records["smollm2"]["why"]
 
 
 def test_a_check_without_a_gpu_is_wrong_and_says_so(tmp_path):
@@ -74,7 +75,6 @@ def test_a_section_that_dies_costs_itself_alone(scripts, tmp_path, monkeypatch):
     )
     record = gpu_check.start("law", args, 60)
     assert record["right"] is False and record["failed"] == "exit code 134"
-    (tmp_path / "law.json").write_text(json.dumps({"rows": [1], "unfinished": True}))
     assert "WRONG" in gpu_check.summary("law", record)
 
 
@@ -104,6 +104,15 @@ ROW = {
     "tb_s": 0.7,
     "right": True,
 }
+SMOLLM2 = {
+    "drafter": "dflash2",
+    "batch": 32,
+    "tau": 3.9,
+    "tokens_per_s": 20000.0,
+    "over_plain": 1.6,
+    "cycle_ms": 2.1,
+    "right": True,
+}
 FACTS = {"device": "NVIDIA H200", "versions": {"jax": "0.11.2", "torch": None}, "commit": "abc"}
 
 
@@ -116,6 +125,10 @@ def test_pages_are_written_between_their_markers_and_nowhere_else(scripts, tmp_p
     (docs / "benchmarks.md").write_text(page)
     report = {**FACTS, "rows": [ROW], "oracle": [{"right": True}], "not_run": ["walk B=1"]}
     (results / "kernels.json").write_text(json.dumps(report))
+    real = {"rows": [SMOLLM2], "right": True, "seconds": 50.0}
+    check = {"law": {**FACTS, "right": True, "seconds": 9.5}, "smollm2": {**FACTS, **real}}
+    check["loop_small"] = {"right": None, "why": "no time left"}
+    (results / "check.json").write_text(json.dumps(check))
     config = {"shapes": "tiny", "drafter": "dflash", "batch": 1, "context": 1024}
     times = {"cycle_ms": 5.0, "cycle_ms_min": 4.9, "cycle_ms_max": 5.1}
     one = {**config, **times, "limit_ms": 4.0, "share_of_limit": 0.8, "torch_over_ours": 1.4}
@@ -129,11 +142,15 @@ def test_pages_are_written_between_their_markers_and_nowhere_else(scripts, tmp_p
         text = (docs / "benchmarks.md").read_text()
         assert "| `top16` | 16 x 5 | 12.5 |  | 348 |  | 2.0 | 16% | 0.70 | 15.0 | yes |" in text
         assert "Not run for want of time: walk B=1." in text
+        assert "| law | right | 9.5 |  |" in text
+        assert "| loop_small | not checked |  | no time left |" in text
+        assert "| dflash2 | 32 | 3.90 | 20,000 | 1.60 | 2.100 | equal |" in text
         assert "DFlash2 over DFlash: tiny, batch 1, 1,024 keys +1.0 %." in text
         assert "want of time: tiny:none:1:64." in text and text.count("# Before the kernels") == 1
     assert text.split("# Before the kernels")[1] == page.split("# Before the kernels")[1]
     copies = sorted(path.name for path in (docs / "benchmarks").iterdir())
-    assert copies == ["decode-h200-2026-12-01.json", "kernels-h200-2026-12-01.json"]
+    written = ("check", "decode", "kernels", "smollm2")
+    assert copies == [f"{name}-h200-2026-12-01.json" for name in written]
 
 
 def test_every_section_of_the_page_has_its_markers(scripts):
