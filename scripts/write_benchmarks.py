@@ -123,10 +123,7 @@ def loop(report: Report) -> str:
     text.append(
         rows_of(
             head,
-            (
-                (name, f"{x['cycle_ms']:.3f} ({x['low']:.3f} to {x['high']:.3f})", x["compile_s"])
-                for name, x in forms.items()
-            ),
+            ((name, _with_range(x), f"{x['compile_s']:.1f}") for name, x in forms.items()),
         )
     )
     counts = [*report["cycles"], forms["while_graph"]]
@@ -134,19 +131,22 @@ def loop(report: Report) -> str:
     text += ["", "Cycles a dispatch: " + ", ".join(f"{n}: {ms:.3f} ms" for n, ms in shown) + "."]
     for name, one in report["repeats"].items():
         text.append(f"`{name}`: {one['different']} of {one['executions']} executions differ.")
-    launches = report.get("launches")
-    if launches:
-        share = launches["share_of_launches"]
+    launches = report.get("launches", {})
+    if launches.get("kernels_a_cycle"):  # a profile has none where there is no GPU
         text.append(
             f"{launches['kernels_a_cycle']:.0f} kernels a cycle, busy for "
             f"{launches['busy_ms']:.3f} of {launches['cycle_ms']:.3f} ms: "
-            f"{'unknown' if share is None else f'{share:.0%}'} of a cycle is launches and gaps."
+            f"{launches['share_of_launches']:.0%} of a cycle is launches and gaps."
         )
     alone = report.get("impl_pallas", {})
     if "cycle_ms" in alone:
         ms = f"{alone['cycle_ms']:.3f} ms"
         text.append(f'With `impl="pallas"`, our matrix products in place of XLA\'s: {ms}.')
     return "\n\n".join(part for part in text if part)
+
+
+def _with_range(one: Report) -> str:
+    return f"{one['cycle_ms']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
 
 
 def smollm2(report: Report) -> str:
