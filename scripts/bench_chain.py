@@ -5,8 +5,8 @@
 A row reads the Markov head's [vocabulary, rank] matrix once: 77.8 MB at Qwen3-8B's vocabulary and
 rank 256, more than the L2 of an H200 holds, and 7 rows of it at 4.3 TB/s are the limit. Chains run
 one after another inside one dispatch, each from the last token of the one before, so that launches
-from the host are not timed; a turn of that loop costs 6 to 10 us. The last line of stdout is one JSON
-object.
+from the host are not timed; a turn of that loop costs 6 to 10 us. The last line of stdout is one
+JSON object.
 """
 
 import argparse
