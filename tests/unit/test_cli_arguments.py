@@ -26,7 +26,7 @@ def lines(capsys):
         (["decode", "x", "--page-size", "2"], "2 is not a power of two from 4"),
         (["decode", "x", "--impl", "cuda"], "invalid choice: 'cuda'"),
         (["decode", "x", "--dtype", "float16"], "invalid choice: 'float16'"),
-        (["decode", "x", "--temperature", "1"], "unrecognized arguments"),
+        (["decode", "x", "--beams", "2"], "unrecognized arguments"),
         (["decode", "x", "--chat", "--raw"], "not allowed with"),
         (["decode", "x", "--raw", "--system", "s"], "--system needs the chat template"),
         (["decode", "--prompt-ids", "1", "--chat"], "--prompt-ids are taken as they are"),
