@@ -55,7 +55,7 @@ class Runner:
         if small.verify_wy_tables is not None:
             slots = jnp.arange(fixed.batch, dtype=jnp.int32)
             small = small.replace(verify_wy_tables=slots)
-        self.buffers = small.replace(meta=meta, k_pools=k_pools, v_pools=v_pools)
+        self.buffers: Any = small.replace(meta=meta, k_pools=k_pools, v_pools=v_pools)
         # Keys are found by their positions; a recurrent state has to be set back.
         self.states = None if small.gdn is None else _copied(small.gdn)
         self.last: Any = None
