@@ -169,8 +169,8 @@ def measure(
     records: list[dict[str, Any]] = []
     for name, where in args.drafters:
         draft = rules[where]() if where in rules else load_drafter(where, target)
-        for (set_name, ids), heat in product(prompts.items(), args.temperatures):
-            start = time.perf_counter()
+        for set_name, heat in product(prompts, args.temperatures):
+            ids, start = prompts[set_name], time.perf_counter()
             asked = SamplingOptions(temperature=heat, seed=args.seed) if heat else None
             made = generate(Params(target=target, draft=draft), ids, sampling=asked, **options)
             stats = summary(made)
