@@ -156,8 +156,6 @@ def measure(
     args: argparse.Namespace, target: Any, prompts: dict[str, list[list[int]]], options: Any
 ) -> list[dict[str, Any]]:
     """One record a drafter, set and temperature."""
-    from itertools import product
-
     from dflash_jax.drafters import no_drafter, prompt_lookup_drafter
     from dflash_jax.engine import Generation, generate, summary
     from dflash_jax.params import Params
@@ -167,9 +165,10 @@ def measure(
     rules = {"none": no_drafter, "prompt_lookup": prompt_lookup_drafter}
     first: dict[str, list[Generation]] = {}
     records: list[dict[str, Any]] = []
+    runs = [(name, float(heat)) for name in prompts for heat in args.temperatures]
     for name, where in args.drafters:
         draft = rules[where]() if where in rules else load_drafter(where, target)
-        for set_name, heat in product(prompts, args.temperatures):
+        for set_name, heat in runs:
             ids, start = prompts[set_name], time.perf_counter()
             asked = SamplingOptions(temperature=heat, seed=args.seed) if heat else None
             made = generate(Params(target=target, draft=draft), ids, sampling=asked, **options)
