@@ -30,7 +30,7 @@ class Measure:
     """One op at one shape.
 
     make(key) draws a set of inputs; call(impl) is a function of them that returns a tuple.
-    nbytes: the fewest that a call can move. aim_us: what issue 3 asks for, if it does.
+    nbytes: the fewest that a call can move. aim_us: aimed at beforehand, if anything was.
     xla_us: about what XLA's form takes, for the length of a sample.
     torch(): a function of one set of torch inputs, and how to make one; None where it has no op.
     carried: inputs that are written in place. exact: outputs that equal the XLA form's to the bit.
@@ -164,6 +164,31 @@ def greedy(vocab: int, *, with_hashes: bool = False):
         xla_us=40.0,
         torch=None if with_hashes else of_torch,
         exact=True,
+    )
+
+
+def markov(batch: int, vocab: int = VOCAB, rank: int = RANK, drafts: int = 7):
+    """One row of DSpark's chain, the one before the block's last."""
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 3)
+        base = _normal(keys[0], batch, drafts, vocab, dtype="float32")
+        return base, _normal(keys[1], batch, rank), _normal(keys[2], vocab, rank, scale=0.1)
+
+    def call(impl: str) -> Callable[..., Any]:
+        return lambda base, code, out: (
+            pk.markov_argmax(base, code, out, drafts - 2, impl=impl).ids,
+        )
+
+    moved = _size(vocab, rank) + _size(batch, vocab, itemsize=4)
+    return Measure(
+        "markov_argmax",
+        f"B={batch}, {vocab:,} x {rank}",
+        make,
+        call,
+        moved,
+        aim_us=1.4 * _size(vocab, rank) / 4.37e6 if batch == 1 and vocab == VOCAB else None,
+        xla_us=30.0,
     )
 
 
@@ -398,7 +423,7 @@ def swiglu(inner: int, ffn: int, rows: int = ROWS, *, has_norm: bool = False):
 
 
 def full() -> list[Measure]:
-    """The shapes that issue 3 names, those of the aims first."""
+    """The shapes of published models, those that have an aim first."""
     aims = {
         (1, 1024): 9.0,
         (1, 4096): 14.0,
@@ -419,6 +444,9 @@ def full() -> list[Measure]:
         norm_rope(ROWS, 1, 2.0),
         greedy(VOCAB),
         greedy(VOCAB, with_hashes=True),
+        markov(1),
+        markov(8),
+        markov(1, LARGE_VOCAB),
         walk(1),
         walk(32),
         *(conv(batch, side=side) for side in ("prepare", "finish") for batch in (1, 32)),
@@ -443,6 +471,7 @@ def smoke() -> list[Measure]:
     return [
         attention(1, 70, 128),
         top16(5000),
+        markov(1, 400, 16),
         walk(1, 400),
         conv(1, side="prepare"),
         norm_rope(4, 1),
