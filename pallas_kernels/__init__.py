@@ -14,6 +14,7 @@ from pallas_kernels.gated_delta_rows import (
     gated_delta_rows_xla,
 )
 from pallas_kernels.greedy_rows import GreedyRows, argmax_rows, greedy_rows, greedy_rows_xla
+from pallas_kernels.markov_argmax import MarkovArgmax, markov_argmax, markov_argmax_xla
 from pallas_kernels.norm_rope_cache import NormRopeCache, norm_rope_cache, norm_rope_cache_xla
 from pallas_kernels.paged_attention import paged_attention, paged_attention_xla
 from pallas_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_xla
@@ -36,6 +37,7 @@ __all__ = [
     "GreedyRows",
     "IMPLS",
     "MASK_VALUE",
+    "MarkovArgmax",
     "AttentionConfig",
     "NormRopeCache",
     "SkinnyMatmulConfig",
@@ -48,6 +50,8 @@ __all__ = [
     "gated_delta_rows_xla",
     "greedy_rows",
     "greedy_rows_xla",
+    "markov_argmax",
+    "markov_argmax_xla",
     "norm_rope_cache",
     "norm_rope_cache_xla",
     "paged_attention",

@@ -20,6 +20,7 @@ from tests import cases
 from tests.kernels.compare import TOLERANCE
 from tests.reference import ops
 from tests.reference.gated_delta_rows import gated_delta_rows
+from tests.reference.markov_argmax import markov_argmax
 
 Arrays = tuple[Any, ...]
 
@@ -52,6 +53,10 @@ def _top(case: Any) -> dict[str, Any]:
 
 def _greedy(case: Any) -> dict[str, Any]:
     return {"vocab": case.vocab, "with_hashes": case.dtype == "f32"}  # hashes are of f32 alone
+
+
+def _markov(case: Any) -> dict[str, Any]:
+    return {"row": case.rows - 1, "vocab": case.vocab, "with_bias": case.with_bias}
 
 
 def _norm_rope(case: Any, impl: str) -> Callable[..., Any]:
@@ -136,6 +141,13 @@ OPS = (
         lambda case: (cases.make_top(case),),
         lambda case, impl: partial(pk.greedy_rows, **_greedy(case), impl=impl),
         lambda case: partial(ops.greedy_rows, **_greedy(case)),
+    ),
+    Op(
+        "markov_argmax",
+        cases.MARKOV,
+        cases.make_markov,
+        lambda case, impl: partial(pk.markov_argmax, **_markov(case), impl=impl),
+        lambda case: partial(markov_argmax, **_markov(case)),
     ),
     Op(
         "selector_walk",

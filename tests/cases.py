@@ -243,6 +243,44 @@ def make_top(case: TopCase, seed: int = 0):
 
 
 @dataclass(frozen=True, slots=True)
+class MarkovCase:
+    """The last of `rows` draft rows; padding columns are huge. `levels` makes ties everywhere."""
+
+    name: str
+    batch: int
+    rows: int
+    columns: int
+    rank: int
+    vocab: int | None = None
+    levels: int | None = None  # base logits are drawn from this many values, the rest from -1, 0, 1
+    with_bias: bool = False
+    dtype: str = "bf16"
+
+
+MARKOV = (
+    MarkovCase("one_tile", 1, 1, 40, 8, dtype="f32"),
+    MarkovCase("ties", 3, 2, 1000, 24, vocab=901, levels=2, with_bias=True),
+    MarkovCase("bias", 5, 3, 700, 96, vocab=650, with_bias=True, dtype="f32"),
+    MarkovCase("drafter", 1, 7, 5120, 256, vocab=5000),
+)
+
+
+def make_markov(case: MarkovCase, seed: int = 0):
+    """Return base, code, out; the bias is as large as the base logits."""
+    rng = np.random.default_rng(seed)
+    shapes = (case.batch, case.rows, case.columns), (case.batch, case.rank)
+    if case.levels is not None:
+        base = rng.integers(0, case.levels, shapes[0])
+        code, out = (rng.integers(-1, 2, s) for s in (shapes[1], (case.columns, case.rank)))
+    else:
+        base, code = (rng.standard_normal(shape) for shape in shapes)
+        out = rng.standard_normal((case.columns, case.rank)) / case.rank**0.5
+    base[..., case.vocab or case.columns :] = 10**6
+    dtype = DTYPES[case.dtype]
+    return base.astype(np.float32), code.astype(dtype), out.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class WalkCase:
     """A walk of `rows` draft rows with codebooks [vocab, rank]."""
 

@@ -2,8 +2,8 @@
 
 All rows draft, the anchor's included: row j says what stands at j + 1 behind the anchor. The chain
 over them stays on the device: a row is one product with the Markov head's [V, rank] matrix, the
-addition of its base logits and an argmax or a draw (spec/drafters.md §5). Without a Markov head
-(rank 0, DeepSpec's DFlash) rows are independent.
+addition of its base logits and an argmax, all of it one op, or a draw (spec/drafters.md §5).
+Without a Markov head (rank 0, DeepSpec's DFlash) rows are independent.
 
 Exactly, a draft is chosen from the whole vocabulary. `options.markov_top_k` restricts the chain to
 the best base logits of each row: cheaper, and another drafter, since the bias can then no longer
@@ -80,7 +80,8 @@ class Chain(NamedTuple):
 
     tokens: jax.Array  # i32[B, J]
     latents: jax.Array | None = None  # [B, J, rank] of each row's predecessor; None for rank 0
-    biases: tuple[jax.Array, ...] = ()  # f32[B, V] a row; none where candidates alone were scored
+    # f32[B, V] of the last row, or of every one; none where candidates alone were scored
+    biases: tuple[jax.Array, ...] = ()
     q: jax.Array | SparseQ | None = None  # as in `Proposal`
 
 
@@ -93,6 +94,7 @@ def decide(
     *,
     vocab: int,
     top_k: int = 0,
+    every_bias: bool = False,
     impl: str = "auto",
 ) -> Chain:
     """Decide rows, each from its logits and the token before it.
@@ -104,6 +106,7 @@ def decide(
       draws: noise; None takes the best tokens, ties to the lowest id.
       vocab: columns that may be chosen.
       top_k: choose among so many best base logits; 0 among all.
+      every_bias: whether to return the bias of every row; a kernel writes what is returned.
     """
     if draft.markov is None:
         flat = base.reshape(-1, base.shape[-1])
@@ -118,13 +121,12 @@ def decide(
         step = link(draft.markov, kind, previous, rows[:, j], memory, impl=impl)
         row = None if draws is None else draws.row(j)
         if candidates is None:
-            bias = logits_of(step.code, draft.markov.out, impl=impl)
-            ids, q = choose(base[:, j] + bias, row, vocab=vocab, impl=impl)
-            previous, q = (
-                vocabulary.target_ids(draft, ids),
-                q if q is None else vocabulary.over_target(draft, q),
-            )
-            biases.append(bias)
+            with_bias = every_bias or j == rows.shape[1] - 1
+            static = {"vocab": vocab, "with_bias": with_bias, "impl": impl}
+            ids, q, bias = _choose_with_bias(base, step.code, draft.markov.out, j, row, **static)
+            q = q if q is None else vocabulary.over_target(draft, q)
+            previous = vocabulary.target_ids(draft, ids)
+            biases += [bias] if with_bias else []
         else:
             previous, q = choose_candidate(
                 candidates.scores(j, step.code), candidates.ids[:, j], row
@@ -137,6 +139,25 @@ def decide(
     if q is not None and candidates is not None:
         q = SparseQ(candidates.ids, q)
     return Chain(jnp.stack(tokens, axis=1), jnp.stack(latents, axis=1), tuple(biases), q)
+
+
+def _choose_with_bias(
+    base: jax.Array,
+    code: jax.Array,
+    out: jax.Array,
+    j: int,
+    row: Draws | None,
+    *,
+    vocab: int,
+    with_bias: bool,
+    impl: str,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """`choose` of row j's base logits and the bias that `code` adds, and that bias."""
+    if row is None:
+        best = pk.markov_argmax(base, code, out, j, vocab=vocab, with_bias=with_bias, impl=impl)
+        return best.ids, None, best.bias
+    bias = logits_of(code, out, impl=impl)
+    return *choose(base[:, j] + bias, row, vocab=vocab, impl=impl), bias
 
 
 class _Candidates(NamedTuple):

@@ -18,6 +18,7 @@ OPS = (
     "dynamic_conv_fused",
     "top16",
     "greedy_rows",
+    "markov_argmax",
     "selector_walk",
     "selector_walk_sampled",
     "skinny_matmul",

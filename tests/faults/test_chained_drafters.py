@@ -33,13 +33,18 @@ def permuting(permutation):
     return DraftParams(*nothing, (), None, None, config, markov=markov)
 
 
-@pytest.mark.parametrize("top_k", [0, 16], ids=["exact", "candidates"])
-def test_a_markov_table_that_permutes_walks_from_the_anchor(top_k):
+@pytest.mark.parametrize(
+    "top_k, impl",
+    [(0, "auto"), (0, "interpret"), (16, "auto")],
+    ids=["exact", "exact by the kernel", "candidates"],
+)
+def test_a_markov_table_that_permutes_walks_from_the_anchor(top_k, impl):
     """A15: row 0 follows the anchor, row 1 the draft of row 0, in every sequence."""
     permutation = np.random.default_rng(0).permutation(16)
     rows, base = jnp.zeros((3, 5, 4)), jnp.zeros((3, 5, 16))
     anchor = jnp.asarray([3, 7, 0], jnp.int32)
-    chain = dspark.decide(permuting(permutation), rows, base, anchor, vocab=16, top_k=top_k)
+    static = {"vocab": 16, "top_k": top_k, "impl": impl}
+    chain = dspark.decide(permuting(permutation), rows, base, anchor, **static)
     want = [list(anchor)]
     for _ in range(5):
         want.append([permutation[token] for token in want[-1]])

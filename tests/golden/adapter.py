@@ -259,7 +259,9 @@ def _draft_step(params, features, fed, count, state, buffers, scratch, *, fixed)
 def _chain_arrays(draft, state, scratch, fixed):
     """The base logits of a DSpark block with every row's bias, which the scratch keeps one of."""
     rows, base = backbone.draft_rows(scratch, draft.config, fixed), scratch.logits
-    chain = dspark.decide(draft, rows, base[None], state.anchor, vocab=base.shape[1])
+    chain = dspark.decide(
+        draft, rows, base[None], state.anchor, vocab=base.shape[1], every_bias=True
+    )
     bias = jnp.concatenate(chain.biases) if chain.biases else jnp.zeros_like(base)
     got = {"base_logits": base, "markov_bias": bias, "corrected_logits": base + bias}
     if draft.confidence is not None:
@@ -383,7 +385,7 @@ def markov_chain(kind, arrays):
     config = mock.Mock(markov_kind=kind, markov_rank=head.embed.shape[1], vocab=base.shape[-1])
     draft = DraftParams(None, None, None, None, (), None, None, config, markov=head)
     anchor = arrays["first_prev_token"]
-    chain = dspark.decide(draft, hidden, base, anchor, vocab=base.shape[-1])
+    chain = dspark.decide(draft, hidden, base, anchor, vocab=base.shape[-1], every_bias=True)
     return np.stack(chain.biases, axis=1), np.asarray(chain.tokens)
 
 

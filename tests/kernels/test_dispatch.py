@@ -62,6 +62,9 @@ CALLS = {
     ),
     "top16": partial(pk.top16, jnp.zeros((2, 20))),
     "greedy_rows": partial(pk.greedy_rows, jnp.zeros((2, 20))),
+    "markov_argmax": partial(
+        pk.markov_argmax, jnp.zeros((2, 3, 20)), jnp.zeros((2, 4)), jnp.zeros((20, 4)), 1
+    ),
     "selector_walk": partial(
         pk.selector_walk,
         jnp.zeros(1, jnp.int32),
