@@ -1,6 +1,7 @@
 """The same decode cycle in PyTorch, so that a ratio can come from one run on one machine.
 
-Random weights in the shapes of Qwen3-4B or 8B and a 5-layer DFlash (or DFlash2) drafter, bf16.
+Random weights in the shapes of Qwen3-4B or 8B, or of the hybrids Qwen3.5-4B or Qwen3.8-27B, and a
+5-layer DFlash (or DFlash2) drafter, bf16.
 One cycle is what `dflash_jax.loop.decode` does in one: the context keys and values of the rows
 committed last, a block of rows through the drafter, its head and choice, the same rows through the
 target, the head, the argmax, acceptance, and the new lengths; all on the device with static shapes,
@@ -10,7 +11,10 @@ It is meant as a strong baseline: `torch.compile` for everything between the mat
 compiled layer is called by all layers of target and drafter, so that Inductor compiles it once),
 residual add and the next norm in one kernel, one product for the context keys and values of all
 drafter layers, masks made once a cycle, and of several attention kernels the fastest at the asked
-length. The context is random keys and values, not a prefill: it costs the same to read.
+length. A hybrid's rows run through one Triton kernel that leaves the state behind every row, as
+serving engines do (`torch_gdn.py`), or where it does not run by the operations that Inductor makes
+of one row after another. The context is random keys and values, not a prefill: it costs the same
+to read.
 
     python scripts/bench_torch.py --shapes qwen3-8b --context 1024 --drafter dflash
 
@@ -29,23 +33,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch._dynamo.utils
 import torch._inductor.config
 from torch_cycle import (
-    CYCLES_A_SAMPLE,
-    SHAPES,
-    Setting,
-    Shapes,
     attend,
     compiler,
     locate_rows,
     make_cycle,
+    make_gdn_state,
     random_tensor,
 )
+from torch_gdn import rule_named
+from torch_shapes import CYCLES_A_SAMPLE, SHAPES, Setting, Shapes
 
 
 def say(text: str) -> None:
@@ -123,19 +126,53 @@ def probe_attention(setting: Setting, like: Any, kinds: list[str]) -> dict[str, 
     return times
 
 
+def choose_rule(setting: Setting, like: Any, asked: str) -> str:
+    """The form of a hybrid's delta rule: the asked one, or Triton's where it runs."""
+    c = setting.model.recurrent
+    if c is None or asked != "auto":
+        return asked if c is not None else ""
+    try:
+        carried = make_gdn_state(setting, c, like)
+        exact = (like[0], torch.float32)
+        shape = setting.batch, setting.rows
+        mixed = random_tensor(*shape, c.conv_width, like=like)
+        g, beta = (random_tensor(*shape, c.value_heads, like=exact).abs() for _ in range(2))
+        kept = torch.ones(setting.batch, dtype=torch.int64, device=like[0])
+        states = carried.states.clone()
+        wanted = rule_named("unrolled")(mixed, -g, beta, states, kept, c)
+        rule = torch.compile(rule_named("triton"), fullgraph=True, dynamic=False)
+        torch.testing.assert_close(
+            rule(mixed, -g, beta, carried.states, kept, c), wanted, rtol=1e-3, atol=1e-5
+        )
+        torch.testing.assert_close(carried.states, states, rtol=1e-3, atol=1e-5)
+    except Exception as error:  # reported, and there is another form
+        say(f"recurrence triton: not available here ({type(error).__name__}: {error!s:.200})")
+        return "unrolled"
+    return "triton"
+
+
 def weight_bytes(model: Shapes, drafter: str) -> int:
     """Bytes of weights one cycle reads, each once (the embedding only when it is the head)."""
-    width, kv = model.width, model.kv_heads * model.head_dim
-    layer = width * (2 * model.heads * model.head_dim + 2 * kv + 3 * model.ffn)
-    head = model.vocab * width
-    total = model.layers * layer + head
+    width, head = model.width, model.vocab * model.width
+    total = model.attention_layers * layer_size(model) + head
+    if model.recurrent is not None:
+        rows = model.recurrent.in_width + model.recurrent.value_width + 3 * model.ffn
+        total += (model.layers - model.attention_layers) * width * rows
     if drafter != "none":
-        total += model.draft_layers * (layer + 2 * kv * width)  # the context's k and v rows again
+        kv = model.drafter.kv_heads * model.drafter.head_dim
+        total += model.draft_layers * layer_size(model.drafter)
+        total += model.draft_layers * 2 * kv * width  # the context's k and v rows again
         total += len(model.taps) * width * width + head
     return 2 * total
 
 
-def measure(setting: Setting, attention: str, samples: int) -> dict[str, Any]:
+def layer_size(model: Shapes) -> int:
+    """Weights of an attention layer."""
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return model.width * ((2 + model.has_gate) * q + 2 * kv + 3 * model.ffn)
+
+
+def measure(setting: Setting, attention: str, samples: int, recurrence: str) -> dict[str, Any]:
     """Build, compile, capture and time one setting on the current GPU."""
     torch.manual_seed(0)
     like = (torch.device("cuda"), torch.bfloat16)
@@ -146,6 +183,7 @@ def measure(setting: Setting, attention: str, samples: int) -> dict[str, Any]:
     if not probed:
         raise RuntimeError(f"bench_torch: no attention form of {', '.join(kinds)} ran")
     kind = min(probed, key=probed.__getitem__)
+    setting = replace(setting, recurrence=choose_rule(setting, like, recurrence))
     torch.cuda.empty_cache()
     use_backends(kind)
     cycle = make_cycle(setting, like, kind, compiler(setting.mode), setting.accept)
@@ -166,6 +204,7 @@ def measure(setting: Setting, attention: str, samples: int) -> dict[str, Any]:
         "cycle_ms_min": round(min(times["cycle"]), 4),
         "cycle_ms_max": round(max(times["cycle"]), 4),
         "attention": kind,
+        "recurrence": setting.recurrence,
         "attention_us": {name: round(us, 2) for name, us in probed.items()},
         "compile_s": round(compile_s, 1),
         "weight_gb": round(weight_bytes(setting.model, setting.drafter) / 1e9, 3),
@@ -195,6 +234,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=modes, default="default", help="of torch.compile")
     forms = ("auto", "fold", "gqa", "cudnn", "flex")
     parser.add_argument("--attention", choices=forms, default="auto", help="auto: the fastest here")
+    rules = ("auto", "triton", "unrolled")
+    parser.add_argument("--recurrence", choices=rules, default="auto", help="of a hybrid's layers")
     args = parser.parse_args(argv)
     if not 0 <= args.accept < args.rows:
         parser.error(f"--accept {args.accept}: wanted 0 to {args.rows - 1}, the drafts of a block")
@@ -210,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     facts = {"side": "torch", "torch": torch.__version__, "dtype": "bfloat16", **asdict(setting)}
     with torch.no_grad():
-        facts |= measure(setting, args.attention, args.iters)
+        facts |= measure(setting, args.attention, args.iters, args.recurrence)
     print(table(facts))
     print(json.dumps(facts))
     return 0

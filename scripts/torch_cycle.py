@@ -18,58 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch_gdn import GdnLayer, GdnState, Rule, mix_recurrent, rule_named
+from torch_shapes import Recurrent, Setting, Shapes
 
 RMS_EPS = 1e-6
 ROPE_THETA = 1e6
 CONV_TAPS, CONV_GROUP, SELECTOR_RANK, SELECTOR_TOP_K = 2, 16, 256, 16
-CYCLES_A_SAMPLE = 5  # replays between two events, so that a launch's latency is not counted
 MASKED = -1e30  # finite in bf16: a row without a visible key stays a number
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """A target and its drafter; the drafter has the target's widths."""
-
-    layers: int
-    width: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    is_tied: bool
-    draft_layers: int
-    taps: tuple[int, ...]
-
-
-SHAPES = {
-    "qwen3-4b": Shapes(36, 2560, 9728, 32, 8, 128, 151936, True, 5, (1, 9, 17, 25, 33)),
-    "qwen3-8b": Shapes(36, 4096, 12288, 32, 8, 128, 151936, False, 5, (1, 9, 17, 25, 33)),
-    "tiny": Shapes(4, 64, 96, 4, 2, 16, 512, False, 2, (0, 2)),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What one measurement is of. `accept` drafts are accepted a cycle whatever the target says."""
-
-    shapes: str
-    batch: int
-    context: int
-    rows: int
-    drafter: str
-    accept: int
-    mode: str
-
-    @property
-    def model(self) -> Shapes:
-        return SHAPES[self.shapes]
-
-    @property
-    def capacity(self) -> int:
-        """Keys a cache holds: the context, what one sample commits, and the block after it."""
-        needed = self.context + CYCLES_A_SAMPLE * (self.accept + 1) + 2 * self.rows
-        return -(-needed // 64) * 64
 
 
 class Conv(NamedTuple):
@@ -78,7 +33,7 @@ class Conv(NamedTuple):
 
 
 class Layer(NamedTuple):
-    qkv: Tensor  # [(H + 2K) * D, E]
+    qkv: Tensor  # [(H + 2K) * D, E]; H * D more rows make an output gate
     q_norm: Tensor
     k_norm: Tensor
     out: Tensor
@@ -101,14 +56,14 @@ class Drafter(NamedTuple):
 class Target(NamedTuple):
     embed: Tensor
     head: Tensor
-    layers: list[Layer]
+    layers: list[Layer | GdnLayer]
     norms: list[Tensor]
 
 
 class Rows(NamedTuple):
     """Where the rows of a step stand: made once, read by every layer."""
 
-    cos: Tensor  # f32[B, R, 1, D]
+    cos: Tensor  # f32[B, R, 1, rotary]
     sin: Tensor
     sequence: Tensor  # i64[B, 1, 1]
     head: Tensor  # i64[1, K, 1]
@@ -124,10 +79,12 @@ class State(NamedTuple):
     length: Tensor  # i64[B], committed tokens; the anchor's position
     feature_start: Tensor  # i64[B], position of the first feature row
     features: Tensor  # [B, R, M * E]
-    k_cache: list[Tensor]  # [B, K, capacity, D] a target layer
+    k_cache: list[Tensor]  # [B, K, capacity, D] an attention layer of the target
     v_cache: list[Tensor]
     draft_k: Tensor  # [L, B, K, capacity, D]
     draft_v: Tensor
+    recurrent: list[GdnState]  # of the other layers
+    kept: Tensor  # i64[B] rows of the last step that are committed, at least 1
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -137,15 +94,17 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves: x [B, R, heads, D], cos and sin f32[B, R, 1, D]."""
-    wide = x.float()
+    """Rotate halves of the first dims: x [B, R, heads, D], cos and sin f32[B, R, 1, rotary]."""
+    wide, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    wide = wide.float()
     low, high = wide.chunk(2, -1)
-    return (wide * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
+    turned = (wide * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def rope_tables(position: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    step = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
-    angle = position[..., None].float() * ROPE_THETA ** (-step / head_dim)
+def rope_tables(position: Tensor, rotary: int) -> tuple[Tensor, Tensor]:
+    step = torch.arange(0, rotary, 2, device=position.device, dtype=torch.float32)
+    angle = position[..., None].float() * ROPE_THETA ** (-step / rotary)
     angle = torch.cat((angle, angle), -1)[:, :, None]
     return angle.cos(), angle.sin()
 
@@ -156,7 +115,7 @@ def locate_rows(
     """The rows at start .. start + rows - 1; `fold` copies of each row share a mask row."""
     offset = torch.arange(rows, device=start.device)
     position = start[:, None] + offset  # [B, R]
-    cos, sin = rope_tables(position, model.head_dim)
+    cos, sin = rope_tables(position, model.rotary)
     last = position if is_causal else (start[:, None] + rows - 1).expand(-1, rows).contiguous()
     hidden = torch.arange(capacity, device=start.device) > last[..., None]  # [B, R, S]
     bias = torch.where(hidden, MASKED, 0.0).to(dtype)[:, None]
@@ -224,13 +183,18 @@ def layer_step(
         mix = conv_weights(normed, layer.attention_conv)
         normed = mix_rows(normed, mix[:, :, 0], layer.attention_conv.base[0])
     qkv = F.linear(normed, layer.qkv).view(batch, num_rows, -1, dim)
-    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+    heads = layer.out.shape[1] // dim
+    gates = qkv.shape[2] - heads - 2 * kv_heads
+    q, k, v, gate = qkv.split((heads, kv_heads, kv_heads, gates), dim=2)
     q = rope(rms_norm(q, layer.q_norm), rows.cos, rows.sin)
     k = rope(rms_norm(k, layer.k_norm), rows.cos, rows.sin)
     where = (rows.sequence, rows.head, rows.position)
     k_cache.index_put_(where, k.transpose(1, 2))
     v_cache.index_put_(where, v.transpose(1, 2))
-    out = F.linear(attend(q, k_cache, v_cache, rows, kind), layer.out)
+    out = attend(q, k_cache, v_cache, rows, kind)
+    if gates:
+        out = out * gate.flatten(2).float().sigmoid().to(out.dtype)
+    out = F.linear(out, layer.out)
     if layer.attention_conv is not None:
         out = mix_rows(out, mix[:, :, 1], layer.attention_conv.base[1])
     x = x + out
@@ -243,6 +207,23 @@ def layer_step(
     if layer.mlp_conv is not None:
         out = mix_rows(out, mix[:, :, 1], layer.mlp_conv.base[1])
     x = x + out
+    return x, rms_norm(x, next_norm)
+
+
+def recurrent_step(
+    x: Tensor,
+    normed: Tensor,
+    layer: GdnLayer,
+    next_norm: Tensor,
+    carried: GdnState,
+    kept: Tensor,
+    c: Recurrent,
+    rule: Rule,
+) -> tuple[Tensor, Tensor]:
+    """`layer_step` of a Gated-DeltaNet layer."""
+    x = x + mix_recurrent(normed, layer, carried, kept, c, rule)
+    gate, up = F.linear(rms_norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
+    x = x + F.linear(F.silu(gate) * up, layer.down)
     return x, rms_norm(x, next_norm)
 
 
@@ -318,6 +299,7 @@ def accept(
     state.feature_start.copy_(state.length)
     state.anchor.copy_(chosen.gather(1, accepted[:, None])[:, 0])
     state.length.add_(accepted + 1)
+    state.kept.copy_(accepted + 1)
     return chosen
 
 
@@ -339,7 +321,7 @@ def make_conv(model: Shapes, like: Any) -> Conv:
 
 def make_layer(model: Shapes, like: Any, has_conv: bool) -> Layer:
     width, dim = model.width, model.head_dim
-    qkv_rows = (model.heads + 2 * model.kv_heads) * dim
+    qkv_rows = (model.heads * (1 + model.has_gate) + 2 * model.kv_heads) * dim
     return Layer(
         random_tensor(qkv_rows, width, like=like),
         norm_weight(dim, like),
@@ -353,17 +335,38 @@ def make_layer(model: Shapes, like: Any, has_conv: bool) -> Layer:
     )
 
 
+def make_gdn_layer(model: Shapes, c: Recurrent, like: Any) -> GdnLayer:
+    width, exact = model.width, (like[0], torch.float32)
+    return GdnLayer(
+        random_tensor(c.in_width, width, like=like),
+        random_tensor(c.taps, c.conv_width, like=like, scale=0.3),
+        random_tensor(c.value_heads, like=exact),
+        norm_weight(c.value_heads, exact),
+        norm_weight(c.value_dim, like),
+        random_tensor(width, c.value_width, like=like),
+        norm_weight(width, like),
+        random_tensor(2 * model.ffn, width, like=like),
+        random_tensor(width, model.ffn, like=like),
+    )
+
+
 def make_target(model: Shapes, like: Any) -> Target:
     embed = random_tensor(model.vocab, model.width, like=like)
     return Target(
         embed,
         embed if model.is_tied else random_tensor(model.vocab, model.width, like=like),
-        [make_layer(model, like, False) for _ in range(model.layers)],
+        [
+            make_gdn_layer(model, model.recurrent, like)
+            if model.recurrent is not None and model.is_recurrent(i)
+            else make_layer(model, like, False)
+            for i in range(model.layers)
+        ],
         [norm_weight(model.width, like) for _ in range(model.layers + 1)],
     )
 
 
 def make_drafter(model: Shapes, like: Any, kind: str) -> Drafter:
+    model = model.drafter
     layers = [make_layer(model, like, kind == "dflash2") for _ in range(model.draft_layers)]
     kv_rows = 2 * model.kv_heads * model.head_dim
     shapes = [(SELECTOR_RANK, model.width)] + 2 * [(model.vocab, SELECTOR_RANK)]
@@ -382,19 +385,35 @@ def make_state(setting: Setting, like: Any) -> State:
     model, batch = setting.model, setting.batch
     device, _ = like
     cache = (batch, model.kv_heads, setting.capacity, model.head_dim)
+    drafter = model.drafter
     integers = lambda value: torch.full((batch,), value, device=device, dtype=torch.int64)
-    draft_cache = (model.draft_layers if setting.drafter != "none" else 0, *cache)
+    draft_layers = model.draft_layers if setting.drafter != "none" else 0
+    draft_cache = (draft_layers, batch, drafter.kv_heads, setting.capacity, drafter.head_dim)
     feature_width = len(model.taps) * model.width
     return State(
         integers(7),
         integers(setting.context),
         integers(max(setting.context - setting.rows, 0)),
         random_tensor(batch, setting.rows, feature_width, like=like, scale=1.0),
-        [random_tensor(*cache, like=like, scale=1.0) for _ in range(model.layers)],
-        [random_tensor(*cache, like=like, scale=1.0) for _ in range(model.layers)],
+        [random_tensor(*cache, like=like, scale=1.0) for _ in range(model.attention_layers)],
+        [random_tensor(*cache, like=like, scale=1.0) for _ in range(model.attention_layers)],
         random_tensor(*draft_cache, like=like, scale=1.0),
         random_tensor(*draft_cache, like=like, scale=1.0),
+        [
+            make_gdn_state(setting, model.recurrent, like)
+            for i in range(model.layers)
+            if model.recurrent is not None and model.is_recurrent(i)
+        ],
+        integers(1),
     )
+
+
+def make_gdn_state(setting: Setting, c: Recurrent, like: Any) -> GdnState:
+    """A state of one layer, behind every row of a step that never was."""
+    states = (setting.batch, setting.rows, c.value_heads, c.key_dim, c.value_dim)
+    window = (setting.batch, c.taps - 1 + setting.rows, c.conv_width)
+    exact = (like[0], torch.float32)
+    return GdnState(random_tensor(*states, like=exact), random_tensor(*window, like=like))
 
 
 @dataclass
@@ -413,15 +432,16 @@ class Cycle:
 
     def __post_init__(self) -> None:
         self.layer = self.compile(layer_step)
+        self.recurrent = self.compile(recurrent_step)
+        self.rule = rule_named(self.setting.recurrence)
         self.begin = self.compile(start_rows)
         self.context = self.compile(write_context)
         self.choose = self.compile(choose_drafts)
         self.accept = self.compile(accept)
-        self.locate_draft = self._locate(is_causal=False)
-        self.locate_target = self._locate(is_causal=True)
+        self.locate_draft = self._locate(self.setting.model.drafter, is_causal=False)
+        self.locate_target = self._locate(self.setting.model, is_causal=True)
 
-    def _locate(self, is_causal: bool) -> Callable[[Tensor], Rows]:
-        model = self.setting.model
+    def _locate(self, model: Shapes, is_causal: bool) -> Callable[[Tensor], Rows]:
         fold = model.heads // model.kv_heads if self.kind == "fold" else 1
         rows, capacity, dtype = self.setting.rows, self.setting.capacity, self.target.embed.dtype
 
@@ -451,11 +471,17 @@ class Cycle:
         x, normed, rows = self.begin(
             self.tokens, target.embed, target.norms[0], state.length, self.locate_target
         )
-        taps = []
+        taps, model = [], self.setting.model
+        caches = iter(zip(state.k_cache, state.v_cache, strict=True))
+        carried = iter(state.recurrent)
         for i, layer in enumerate(target.layers):
-            caches = (state.k_cache[i], state.v_cache[i])
-            x, normed = self.layer(x, normed, layer, target.norms[i + 1], *caches, rows, self.kind)
-            if i in self.setting.model.taps:
+            norm = target.norms[i + 1]
+            if isinstance(layer, GdnLayer):
+                last = (next(carried), state.kept, model.recurrent, self.rule)
+                x, normed = self.recurrent(x, normed, layer, norm, *last)
+            else:
+                x, normed = self.layer(x, normed, layer, norm, *next(caches), rows, self.kind)
+            if i in model.taps:
                 taps.append(x)
         return self.accept(normed, target.head, self.tokens, taps, state, self.forced)
 
