@@ -149,7 +149,7 @@ def _check_number(name: str, value: Any) -> None:
 
 # Logits stay finite in f32 at every value that is allowed.
 _RANGES = {
-    "temperature": (lambda x: x >= 0, "0 or more"),
+    "temperature": (lambda x: 0 <= x <= 1e4, "0 to 10000"),
     "top_p": (lambda x: 0 < x <= 1, "above 0, up to 1"),
     "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
     "repetition_penalty": (lambda x: 0.01 <= x <= 100, "0.01 to 100"),
@@ -194,6 +194,13 @@ class SamplingMode:
     bias: bool = False
     logprobs: bool = False
     samples_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.samples_drafts and not self.is_random:
+            raise ValueError(
+                "sampling: a mode with samples_drafts and without is_random, wanted both: drafts "
+                "are drawn where tokens are"
+            )
 
 
 def mode_of(requests: Sequence[SamplingOptions], *, samples_drafts: bool) -> SamplingMode | None:
@@ -272,12 +279,15 @@ def sampling_state(
         values = (getattr(one, name) for one in every)
         return jnp.asarray(np.array([off if x is None else x for x in values], dtype))
 
+    def at_most_all(k: int | None) -> int:
+        return vocab if k is None else min(k, vocab)  # before it becomes an i32
+
     fields: dict[str, jax.Array] = {}
     if mode.is_random:
         fields["keys"] = jnp.asarray(np.stack([_key(one) for one in every]))
         fields["temperature"] = column("temperature", 0.0, np.float32)
     if mode.top_k:
-        fields["top_k"] = jnp.minimum(column("top_k", vocab, np.int32), vocab)
+        fields["top_k"] = jnp.asarray([at_most_all(one.top_k) for one in every], jnp.int32)
     for name, off in (("top_p", 1.0), ("min_p", 0.0)):
         if getattr(mode, name):
             fields[name] = column(name, off, np.float32)

@@ -67,7 +67,7 @@ def test_a_check_at_a_temperature_needs_drafts_that_are_not_drawn(dflash):
         (["--seed", "1"], "seed is 1, but temperature 0.0 always takes the best token"),
         (["--temperature", "1", "--top-p", "2"], "top_p is 2.0, wanted above 0, up to 1"),
         (["--temperature", "1", "--top-k", "0"], "top_k is 0, wanted at least 1"),
-        (["--temperature", "-1"], "temperature is -1.0, wanted 0 or more"),
+        (["--temperature", "-1"], "temperature is -1.0, wanted 0 to 10000"),
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0, wanted 0.01 to 100"),
         (["--logit-bias", "1:2", "--logit-bias", "1:3"], "--logit-bias is given twice for token 1"),
         (["--logit-bias", "1"], "'1' is not ID:X, an id and a number"),

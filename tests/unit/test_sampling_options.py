@@ -5,15 +5,23 @@ import math
 import numpy as np
 import pytest
 
-from dflash_jax.sampling import GREEDY, SamplingMode, SamplingOptions, mode_of, with_seed
+from dflash_jax.sampling import (
+    GREEDY,
+    SamplingMode,
+    SamplingOptions,
+    mode_of,
+    sampling_state,
+    with_seed,
+)
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
-        ({"temperature": -0.1}, ValueError, "temperature is -0.1, wanted 0 or more"),
+        ({"temperature": -0.1}, ValueError, "temperature is -0.1, wanted 0 to 10000"),
         ({"temperature": math.nan}, ValueError, "temperature is nan, wanted a finite number"),
         ({"temperature": math.inf}, ValueError, "temperature is inf, wanted a finite number"),
+        ({"temperature": 1e39}, ValueError, "temperature is 1e+39, wanted 0 to 10000"),
         ({"temperature": "1"}, TypeError, "temperature is '1', wanted a number"),
         ({"temperature": True}, TypeError, "temperature is True, wanted a number"),
         ({"top_k": 0}, ValueError, "top_k is 0, wanted at least 1"),
@@ -70,3 +78,15 @@ def test_a_request_that_draws_gets_a_seed_of_its_own_and_keeps_one_it_has():
     assert first != second and 0 <= first < 2**53
     assert with_seed(SamplingOptions(seed=5)).seed == 5
     assert with_seed(GREEDY).seed is None
+
+
+def test_a_top_k_above_every_vocabulary_keeps_all():
+    requests = [SamplingOptions(top_k=2**40, seed=1), SamplingOptions(top_k=3, seed=1)]
+    mode = mode_of(requests, samples_drafts=False)
+    assert mode is not None
+    assert sampling_state(mode, requests, batch=3, vocab=10).top_k.tolist() == [10, 3, 10]
+
+
+def test_a_mode_that_draws_drafts_alone_is_refused():
+    with pytest.raises(ValueError, match="samples_drafts and without is_random, wanted both"):
+        SamplingMode(samples_drafts=True)
