@@ -228,6 +228,16 @@ def _check_fixed(params: Params, fixed: Fixed) -> None:
         num_pages=fixed.num_pages,
         dtype=params.target.embed.dtype.name,
     )
+    for what, of_fixed, of_pair in (
+        ("MTP heads", fixed.draft, needed.draft),
+        ("recurrent states", fixed.verify_wy_tables, needed.verify_wy_tables),
+    ):
+        if (of_fixed is None) != (of_pair is None):
+            has, needs = ("none", "one") if of_fixed is None else ("one", "none")
+            raise ValueError(
+                f"start: fixed was planned for another pair: of {what} it has {has}, this pair "
+                f"needs {needs}"
+            )
     if (needed.k_pools, needed.logits) != (fixed.k_pools, fixed.logits):
         raise ValueError(
             f"start: fixed was planned for another pair: it has {_pools(fixed)}, this pair needs "

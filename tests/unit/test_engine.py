@@ -312,6 +312,16 @@ def test_what_cannot_be_started_is_refused_before_any_compile(
         dj.start(params, prompts, fixed=sizes(params, **changes), **options)
 
 
+def test_sizes_without_an_mtp_head_do_not_start_a_pair_that_has_one(no_compile):
+    params = kit.pair("qwen3", "mtp", layers="one", block=4).params
+    fixed = sizes(kit.lookup(params, 3))
+    with pytest.raises(ValueError, match="of MTP heads it has none, this pair needs one"):
+        dj.start(params, [[1]], fixed=fixed)
+    fixed = sizes(params)
+    with pytest.raises(ValueError, match="of MTP heads it has one, this pair needs none"):
+        dj.start(kit.lookup(params, 3), [[1]], fixed=fixed)
+
+
 def test_a_stream_without_a_tokenizer_is_refused(params):
     with pytest.raises(ValueError, match="stream: .* needs a tokenizer"):
         dj.stream(params, [1, 2], tokenizer=None)
