@@ -19,7 +19,7 @@ import numpy as np
 
 from dflash_jax import engine
 from dflash_jax.drafters import no_drafter
-from dflash_jax.params import DraftParams, Params, TargetParams
+from dflash_jax.params import DraftParams, MtpParams, Params, TargetParams
 from dflash_jax.sampling import SamplingOptions
 
 TOKENS = 3  # the first comes from the prefill, the others from cycles
@@ -166,6 +166,9 @@ def cut_vocabulary(params: Params, ids: Sequence[int]) -> Params:
         head=None if target.head is None else target.head[rows],
         config=replace(target.config, vocab=len(rows), real_vocab=len(ids)),
     )
+    if isinstance(draft, MtpParams):  # its tables are the target's
+        layer = replace(draft.config.layer, vocab=len(rows), real_vocab=len(rows))
+        draft = draft.replace(config=replace(draft.config, layer=layer))
     if not isinstance(draft, DraftParams):
         return Params(target=target, draft=draft)
     config = replace(

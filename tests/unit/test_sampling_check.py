@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import acceptance, cli, commands, sampling_check
+from dflash_jax.fixed import plan
 from scripts.make_tiny import write_tiny_pair
 from tests import kit
 
@@ -65,6 +66,12 @@ def test_a_cut_pair_has_the_rows_that_were_named_and_its_mask_behind_them():
     np.testing.assert_array_equal(cut.target.lm_head, params.target.lm_head[jnp.array(rows)])
     np.testing.assert_array_equal(cut.draft.markov.out, params.draft.markov.out[jnp.array(rows)])
     assert (cut.target.config.real_vocab, cut.draft.config.mask_id) == (3, 3)
+
+
+def test_a_cut_pair_of_a_head_without_tables_can_still_be_planned():
+    params = sampling_check.cut_vocabulary(pair("mtp"), (2, 5, 9))
+    fixed = plan(params.target.config, params.draft.config, max_context=32)
+    assert fixed.logits.shape[1] == fixed.draft.vocab == 3
 
 
 def test_a_law_of_few_outcomes_is_no_check(trial):
