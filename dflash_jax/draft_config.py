@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_jax.draft_forms import WHO, draft_form
 from dflash_jax.json_values import REQUIRED, Json, flag, integer, items, number
 from dflash_jax.rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from dflash_jax.mtp_config import MtpConfig  # which imports this module
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +184,12 @@ class RuleConfig:
     kind: str
     max_drafts: int
     ngram: int = 0
-    inner: DraftConfig | None = None
+    inner: DraftConfig | MtpConfig | None = None
 
     @property
     def backbone(self) -> DraftConfig | None:
-        """Config of the layers that run, if any do."""
-        return self.inner
+        """Config of the layers that run, if any do and share the target's pools."""
+        return None if self.inner is None else self.inner.backbone
 
 
 def default_taps(num_target_layers: int, num_layers: int) -> tuple[int, ...]:

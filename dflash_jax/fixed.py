@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.mtp_config import DrafterConfig, MtpConfig
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig, head_of
 from dflash_jax.pairs import check_pair
 from dflash_jax.shapes import check_integers
 
@@ -176,8 +176,8 @@ def plan(
     """
     num_drafts = draft.max_drafts if num_drafts is None else num_drafts
     _check_sizes(target, draft, batch, max_context, num_drafts, page_size, prefill_chunk, num_pages)
-    layers = draft.backbone
-    own = draft if isinstance(draft, MtpConfig) else layers
+    layers, head = draft.backbone, head_of(draft)
+    own = layers if head is None else head
     if own is not None:
         check_pair(target, own)
     rows, pages = num_drafts + 1, -(-max_context // page_size)
@@ -198,7 +198,7 @@ def plan(
         batch_meta=AttnMetadataSpec(batch, batch, pages),
         verify_meta=AttnMetadataSpec(rows, 1, pages),
         verify_batch_meta=AttnMetadataSpec(num_rows, batch, pages),
-        draft=_head_specs(draft, pool, batch, pages) if isinstance(draft, MtpConfig) else None,
+        draft=None if head is None else _head_specs(head, pool, batch, pages),
         verify_wy_tables=_state_table(target, batch, rows, dtype),
         verify_batch_tokens=ArraySpec((num_rows,), "int32"),
         ffn_act_q8=None,

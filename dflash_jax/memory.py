@@ -2,14 +2,14 @@
 
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.fixed import ArraySpec, Fixed, StateTableSpec
-from dflash_jax.mtp_config import DrafterConfig, MtpConfig
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig, head_of
 from dflash_jax.scratch import scratch_specs
 
 
 def estimate(target: TargetConfig, draft: DrafterConfig, fixed: Fixed) -> list[tuple[str, int]]:
     """(what, bytes) of everything that lives through a decode; XLA's temporaries come on top."""
     itemsize = ArraySpec((1,), fixed.hidden.dtype).nbytes
-    layers, depth = draft.backbone, target.num_attention_layers
+    layers, head, depth = draft.backbone, head_of(draft), target.num_attention_layers
     pools = [2 * spec.nbytes for spec in fixed.k_pools]  # keys and values have one shape
     scratch = scratch_specs(draft, fixed).values()
     history = ArraySpec((fixed.batch, fixed.capacity + 1), "int32")
@@ -20,9 +20,9 @@ def estimate(target: TargetConfig, draft: DrafterConfig, fixed: Fixed) -> list[t
         ("step arrays", sum(spec.nbytes for spec in step)),
         ("drafter scratch", sum(spec.nbytes for spec in scratch if spec is not None)),
     ]
-    if isinstance(draft, MtpConfig) and fixed.draft is not None:
+    if head is not None and fixed.draft is not None:
         own = fixed.draft
-        rows.insert(1, ("drafter weights", head_parameters(draft) * itemsize))
+        rows.insert(1, ("drafter weights", head_parameters(head) * itemsize))
         rows.insert(3, ("drafter KV pools", own.k_pool.nbytes + own.v_pool.nbytes))
     if layers is not None:
         rows.insert(1, ("drafter weights", draft_parameters(layers) * itemsize))

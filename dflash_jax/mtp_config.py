@@ -66,3 +66,9 @@ class MtpConfig:
 
 
 DrafterConfig = DraftConfig | MtpConfig | RuleConfig  # of any drafter there is
+
+
+def head_of(draft: DrafterConfig) -> MtpConfig | None:
+    """The multi-token-prediction head that runs, as the drafter or inside of an oracle."""
+    inner = draft.inner if isinstance(draft, RuleConfig) else draft
+    return inner if isinstance(inner, MtpConfig) else None

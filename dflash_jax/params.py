@@ -166,7 +166,7 @@ class RuleParams(struct.PyTreeNode):
 
     tokens: MaybeArray  # i32[B, S]
     poison_at: MaybeArray  # i32[B]
-    inner: DraftParams | None
+    inner: DraftParams | MtpParams | None
     config: RuleConfig = struct.field(pytree_node=False)
 
 

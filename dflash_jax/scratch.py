@@ -13,7 +13,7 @@ from flax import struct
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.fixed import ArraySpec, Fixed
-from dflash_jax.mtp_config import DrafterConfig, MtpConfig
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig, head_of
 from dflash_jax.params import MaybeArray
 
 SELECTOR_CANDIDATES = 16  # width of sel_*; a smaller selector_top_k masks the rest
@@ -76,9 +76,9 @@ def scratch_specs(draft: DrafterConfig, fixed: Fixed) -> dict[str, ArraySpec | N
         draft_tokens_event=ArraySpec((), "uint32"),
         draft_tokens_dev=ArraySpec((rows,), "int32"),
     )
-    if isinstance(draft, MtpConfig):
-        return specs | _head_specs(draft, fixed)
-    layers = draft.backbone
+    layers, head = draft.backbone, head_of(draft)
+    if head is not None:
+        return specs | _head_specs(head, fixed)
     return specs if layers is None else specs | _layer_specs(layers, fixed)
 
 

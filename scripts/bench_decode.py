@@ -11,11 +11,13 @@ shuffled pages, which costs a cycle the same. Every chunk starts again at the as
     python scripts/bench_decode.py --matrix full --minutes 8.5 --skip decode.json --out more.json
 
 A configuration is SHAPES:DRAFTER:BATCH:CONTEXT; drafter `none` is plain decoding, one row a step.
-`--torch` first times `bench_torch.py` on the same work. With `--minutes`, nothing is started that
-would not end in time, judged by what the ones before it took; a matrix has its most important
-configurations first, and what was not run is listed. A configuration that fails is reported as
-such and the next one runs. Results are also written to `--out` after each one; the last line of
-stdout is one JSON object. `write_benchmarks.py` makes tables of `docs/benchmarks.md` from them.
+`dspark` drafts at most 7 tokens and `mtp` 3, of which `--accept` takes no more than there are.
+`--torch` first times `bench_torch.py` on the same work, which has neither of these. With
+`--minutes`, nothing is started that would not end in time, judged by what the ones before it took;
+a matrix has its most important configurations first, and what was not run is listed. A
+configuration that fails is reported as such and the next one runs. Results are also written to
+`--out` after each one; the last line of stdout is one JSON object. `write_benchmarks.py` makes
+tables of `docs/benchmarks.md` from them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 BYTES_A_MS = 4.3e9  # of a large copy on an H200
+_DRAFTERS = ("dflash", "dflash2", "dspark", "mtp", "none")
+_OF_TORCH = ("dflash", "dflash2")  # what bench_torch.py has
 _SMALL = (
     "qwen3-8b:dflash:1:1024",
     "qwen3-8b:dflash2:1:1024",
@@ -58,7 +62,14 @@ _ALL = tuple(
 _HYBRID = tuple(
     f"{shapes}:dflash2:{batch}:1024" for shapes in ("qwen3.5-4b", "qwen3.8-27b") for batch in (1, 8)
 ) + ("qwen3.5-4b:dflash2:1:16384", "qwen3.5-4b:none:1:1024", "qwen3.8-27b:none:1:1024")
+_CHAINED = tuple(
+    f"{shapes}:{drafter}:{batch}:1024"
+    for batch in (1, 8)
+    for shapes in ("qwen3-8b", "qwen3.5-4b", "qwen3.8-27b")
+    for drafter in ("dspark", "mtp")
+)
 MATRICES = {
+    "chained": _CHAINED,
     "hybrid": _HYBRID,
     "small": _SMALL,
     "full": tuple(dict.fromkeys((*_SMALL, *_NEXT, *_ALL))),
@@ -83,9 +94,9 @@ class Setting:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not SHAPES:DRAFTER:BATCH:CONTEXT, such as qwen3-8b:dflash:1:1024"
             ) from None
-        if drafter not in ("dflash", "dflash2", "none") or min(batch, context) < 1:
+        if drafter not in _DRAFTERS or min(batch, context) < 1:
             raise argparse.ArgumentTypeError(
-                f"{text!r}: drafter is dflash, dflash2 or none, batch and context start at 1"
+                f"{text!r}: drafter is one of {', '.join(_DRAFTERS)}, batch and context start at 1"
             )
         return Setting(shapes, drafter, batch, context)
 
@@ -120,7 +131,7 @@ class Bench:
         self._load(setting)
         params = self.params
         is_plain = setting.drafter == "none"
-        accept = 0 if is_plain else args.accept
+        accept = 0 if is_plain else min(args.accept, params.draft.config.max_drafts)
         room = args.cycles * (accept + 1) + (1 if is_plain else args.rows)
         fixed = plan(
             params.target.config,
@@ -205,9 +216,9 @@ def _limit(
     from random_pair import weight_bytes
 
     weights = weight_bytes(params)
-    a_key = sum(
-        spec.shape[1] * spec.shape[3] * spec.nbytes // _size(spec) for spec in fixed.k_pools
-    )
+    a_key = sum(map(_key_bytes, fixed.k_pools))
+    if fixed.draft is not None:  # an MTP head reads its own keys for each draft
+        a_key += fixed.num_drafts * _key_bytes(fixed.draft.k_pool)
     kv = 2 * setting.batch * setting.context * a_key
     limit = (weights + kv + states) / BYTES_A_MS
     return {
@@ -219,9 +230,10 @@ def _limit(
     }
 
 
-def _size(spec: Any) -> int:
-    pages, heads, page_size, dim = spec.shape
-    return pages * heads * page_size * dim
+def _key_bytes(spec: Any) -> int:
+    """Of one token in a pool."""
+    pages, _, page_size, _ = spec.shape
+    return spec.nbytes // (pages * page_size)
 
 
 def run_torch(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
@@ -394,7 +406,7 @@ def time_torch(args: argparse.Namespace) -> dict[Setting, dict[str, Any]]:
     found: dict[Setting, dict[str, Any]] = {}
     budget = Budget(args.minutes * args.torch_share)
     for setting in args.config if args.torch else ():
-        if setting.drafter == "none":
+        if setting.drafter not in _OF_TORCH:
             continue
         if budget.is_spent():
             found[setting] = {"not_run": "no time left"}

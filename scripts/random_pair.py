@@ -14,11 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.config import DraftConfig, GdnConfig, RuleConfig, TargetConfig
+from dflash_jax.mtp_config import DrafterConfig, MtpConfig
 from dflash_jax.params import (
+    ConfidenceParams,
     ConvParams,
     DraftParams,
     GdnParams,
     LayerParams,
+    MarkovParams,
+    MtpParams,
     Params,
     RuleParams,
     SelectorParams,
@@ -132,19 +136,21 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2},
     "tiny-hybrid": {"num_hidden_layers": 2},
 }
-_SELECTOR_RANKS = {"smollm2-135m": 16}
+_RANKS = {"smollm2-135m": 16}  # of DFlash2's selector and of DSpark's Markov head
+_MOST_ROWS = {"dspark": 8, "mtp": 4}  # the anchor and 7 drafts, as published, and a head's default
 SHAPES = tuple(_TARGETS)
+DRAFTERS = ("dflash", "dflash2", "dspark", "mtp", "none")
 
 
 def pair_configs(
     shapes: str, drafter: str, *, rows: int = 16
-) -> tuple[TargetConfig, DraftConfig | RuleConfig]:
+) -> tuple[TargetConfig, DrafterConfig]:
     """Configs of a target of `shapes` and of a drafter of its widths.
 
     Args:
       shapes: one of SHAPES.
-      drafter: dflash, dflash2 or none (plain decoding by a step of one row).
-      rows: of a block, the anchor included.
+      drafter: one of DRAFTERS; "none" is plain decoding by a step of one row.
+      rows: of a verification, the anchor included; at most 8 with dspark and 4 with mtp.
     """
     facts = _TARGETS[shapes] | {
         "rms_norm_eps": 1e-6,
@@ -154,11 +160,23 @@ def pair_configs(
     target = TargetConfig.from_hf({"model_type": "qwen3"} | facts)
     if drafter == "none":
         return target, RuleConfig("none", 0)
+    rows = min(rows, _MOST_ROWS.get(drafter, rows))
+    if drafter == "mtp":
+        own = {"mtp_num_hidden_layers": 1, "num_speculative_tokens": rows - 1}
+        return target, MtpConfig.from_hf({"model_type": "qwen3"} | facts | own)
     extra: dict[str, Any] = {"mask_token_id": target.vocab - 267}
     if drafter == "dflash2":
         extra |= {"conv_kernel_size": 2, "conv_group_size": 16}
-        extra |= {"selector_rank": _SELECTOR_RANKS.get(shapes, 256), "selector_top_k": 16}
-    names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+        extra |= {"selector_rank": _RANKS.get(shapes, 256), "selector_top_k": 16}
+    if drafter == "dspark":
+        rows -= 1  # the anchor's row drafts as well
+        extra |= {"markov_rank": _RANKS.get(shapes, 256), "markov_head_type": "vanilla"}
+        extra |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    names = {
+        "dflash": "DFlashDraftModel",
+        "dflash2": "DFlash2DraftModel",
+        "dspark": "DSparkDraftModel",
+    }
     of_draft = {
         "architectures": [names[drafter]],
         "model_type": "qwen3",
@@ -170,9 +188,7 @@ def pair_configs(
     return target, DraftConfig.from_hf(facts | of_draft)
 
 
-def params_specs(
-    target: TargetConfig, draft: DraftConfig | RuleConfig, dtype: str = "bfloat16"
-) -> Params:
+def params_specs(target: TargetConfig, draft: DrafterConfig, dtype: str = "bfloat16") -> Params:
     """Params whose leaves are ShapeDtypeStructs."""
     spec = partial(_spec, dtype=dtype)
     target_params = TargetParams(
@@ -184,8 +200,16 @@ def params_specs(
     )
     if isinstance(draft, RuleConfig):
         return Params(target_params, RuleParams(None, None, None, draft))
+    if isinstance(draft, MtpConfig):
+        return Params(target_params, _mtp(draft, spec))
     kv = 2 * draft.num_kv_heads * draft.head_dim
-    selector = None
+    selector, markov, confidence = None, None, None
+    if draft.markov_rank:
+        codebook = spec(draft.num_draft_ids, draft.markov_rank)
+        markov = MarkovParams(codebook, codebook)
+    if draft.has_confidence:
+        read = draft.width + draft.confidence_reads_markov * draft.markov_rank
+        confidence = ConfidenceParams(spec(1, read), spec(1))
     if draft.selector_rank:
         codebook = spec(draft.vocab, draft.selector_rank)
         selector = SelectorParams(spec(draft.selector_rank, draft.width), codebook, codebook)
@@ -198,8 +222,25 @@ def params_specs(
         norm=spec(draft.width),
         selector=selector,
         config=draft,
+        markov=markov,
+        confidence=confidence,
     )
     return Params(target_params, draft_params)
+
+
+def _mtp(head: MtpConfig, spec: Any) -> MtpParams:
+    c = head.layer
+    norm = _norm_of(c, spec)
+    return MtpParams(
+        fc=spec(c.width, 2 * c.width),
+        embed_norm=norm(c.width),
+        hidden_norm=norm(c.width),
+        layer=_target_layer(c, 0, spec),
+        kv=spec(2 * c.num_kv_heads * c.head_dim, c.width),
+        kv_bias=None,
+        norm=norm(c.width),
+        config=head,
+    )
 
 
 def _spec(*shape: int, dtype: str) -> Any:
@@ -296,8 +337,9 @@ def state_bytes(buffers: Any) -> int:
 def weight_bytes(params: Params) -> int:
     """Bytes of weights that one decode cycle reads: each matrix once, the head for each reader.
 
-    Embeddings and codebooks are read a few rows at a time and do not count, a tied embedding does
-    as the head; `fused_kv` repeats rows of the drafter's qkv and is read beside it.
+    A Markov head's output is read for each draft, and so is all of an MTP head. Embeddings and
+    codebooks are read a few rows at a time and do not count, a tied embedding does as the head;
+    `fused_kv` repeats rows of the drafter's qkv and is read beside it.
     """
 
     def total(tree: Any) -> int:
@@ -310,4 +352,8 @@ def weight_bytes(params: Params) -> int:
     if isinstance(draft, DraftParams):
         size += total((draft.fc, draft.fused_kv, draft.layers)) + head
         size += total(draft.selector.hidden_projection) if draft.selector else 0
+        size += draft.config.max_drafts * total(draft.markov.out) if draft.markov else 0
+    if isinstance(draft, MtpParams):
+        size += draft.config.max_drafts * (total((draft.fc, draft.layer)) + head)
+        size += total((draft.fc, draft.kv))  # of committed rows
     return size

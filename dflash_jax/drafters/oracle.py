@@ -13,7 +13,7 @@ from dflash_jax.config import RuleConfig
 from dflash_jax.drafters.proposal import Proposal
 from dflash_jax.fixed import Fixed
 from dflash_jax.options import DecodeOptions
-from dflash_jax.params import DraftParams, Params, RuleParams
+from dflash_jax.params import DraftParams, MtpParams, Params, RuleParams
 from dflash_jax.scratch import DflashScratch
 from dflash_jax.state import Buffers, DecodeState
 
@@ -23,7 +23,7 @@ def oracle_drafter(
     *,
     num_drafts: int,
     poison_at: jax.Array | int | None = None,
-    inner: DraftParams | None = None,
+    inner: DraftParams | MtpParams | None = None,
 ) -> RuleParams:
     """A drafter that knows the continuation.
 

@@ -25,7 +25,7 @@ from dflash_jax.options import DecodeOptions
 from dflash_jax.sampling import SamplingMode
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import init_buffers, init_state
-from scripts.random_pair import SHAPES, pair_configs, params_specs
+from scripts.random_pair import DRAFTERS, SHAPES, pair_configs, params_specs
 from tests.aot.h200 import h200, instructions, kernels, top_level
 
 _IN_PLACE = "output_to_operand_aliasing={"
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("what", choices=("decode", "prefill"))
     parser.add_argument("shapes", choices=SHAPES)
-    parser.add_argument("drafter", choices=("none", "dflash", "dflash2"))
+    parser.add_argument("drafter", choices=DRAFTERS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024, help="tokens a sequence, at most")
     parser.add_argument("--chunk", type=int, default=128, help="prompt tokens of a prefill")

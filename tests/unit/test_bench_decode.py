@@ -5,7 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from dflash_jax import loop
+from dflash_jax.drafters import oracle_drafter
+from dflash_jax.fixed import plan
+from dflash_jax.options import DecodeOptions
+from dflash_jax.scratch import init_scratch, scratch_specs
+from dflash_jax.state import init_buffers, init_state
+from scripts.random_pair import pair_configs, params_specs, weight_bytes
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "scripts" / "bench_decode.py"
@@ -32,7 +42,37 @@ def test_a_tiny_pair_accepts_what_is_forced_and_results_are_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-@pytest.mark.parametrize("text", ["qwen3-8b:dflash:1", "tiny:dspark:1:64", "tiny:dflash:0:64"])
+@pytest.mark.parametrize(("drafter", "drafts"), [("dspark", 7), ("mtp", 3)])
+def test_a_chained_drafter_runs_inside_of_an_oracle(drafter, drafts):
+    """As the benchmark does it: the oracle's drafts, the scratch and the carriers of the other."""
+    target, draft = pair_configs("tiny", drafter)
+    fixed = plan(target, draft, max_context=64, page_size=16, prefill_chunk=16)
+    bare = params_specs(target, draft)
+    tokens = jnp.zeros((1, 64), jnp.int32)
+    forced = oracle_drafter(tokens, num_drafts=fixed.num_drafts, poison_at=2, inner=bare.draft)
+    own = plan(target, forced.config, max_context=64, page_size=16, prefill_chunk=16)
+    assert own == fixed
+    assert fixed.num_drafts == drafts
+    assert scratch_specs(forced.config, fixed) == scratch_specs(draft, fixed)
+    carried = jax.eval_shape(
+        lambda: (init_state(fixed), init_buffers(fixed), init_scratch(forced.config, fixed=fixed))
+    )
+    options = DecodeOptions(impl="xla")
+    params = bare.replace(draft=forced)
+    *_, scratch = loop.step.eval_shape(params, *carried, fixed=fixed, options=options)
+    assert scratch.norm_buf.shape == (drafts, 128)
+
+
+def test_the_bytes_of_a_cycle_count_what_is_read_for_each_draft():
+    def total(drafter):
+        return weight_bytes(params_specs(*pair_configs("tiny", drafter)))
+
+    head = 2 * 4096 * 128  # the target's, in bf16
+    assert total("dspark") - total("dflash") == 7 * 2 * 4096 * 256
+    assert 4 * head < total("mtp") - total("none") + head < 6 * head
+
+
+@pytest.mark.parametrize("text", ["qwen3-8b:dflash:1", "tiny:eagle:1:64", "tiny:dflash:0:64"])
 def test_a_configuration_that_cannot_be_read_ends_with_code_two(text):
     done = run("--config", text)
     assert done.returncode == 2
