@@ -83,12 +83,16 @@ def _array(x: torch.Tensor) -> jax.Array:
 
 
 def _layer(layer: Layer | GdnLayer, input_norm: jax.Array) -> LayerParams:
-    shared = {name: _array(getattr(layer, name)) for name in ("post_norm", "gate_up", "down")}
+    shared: dict[str, Any] = {
+        name: _array(getattr(layer, name)) for name in ("post_norm", "gate_up", "down")
+    }
     if isinstance(layer, GdnLayer):
         names = ("in_proj", "conv", "a_log", "dt_bias", "norm", "out")
         gdn = GdnParams(**{name: _array(getattr(layer, name)) for name in names})
         return LayerParams(input_norm=input_norm, qkv=None, o=None, gdn=gdn, **shared)
-    own = {name: _array(getattr(layer, name)) for name in ("qkv", "q_norm", "k_norm")}
+    own: dict[str, Any] = {
+        name: _array(getattr(layer, name)) for name in ("qkv", "q_norm", "k_norm")
+    }
     return LayerParams(input_norm=input_norm, o=_array(layer.out), **own, **shared)
 
 
