@@ -83,11 +83,14 @@ def test_a_sampled_decode_is_in_place_and_sorts_nothing():
 
 def test_a_hybrid_decode_runs_its_states_in_place_and_by_the_kernel():
     """Each layer's state is aliased, by a kernel that stands at a layer's place in the loop."""
-    facts = compiled("decode", "tiny-hybrid", "dflash2")
+    facts = compiled("decode", "tiny-hybrid", "dspark")
     assert facts["num_aliases"] == facts["num_carriers"]
     assert facts["alias_bytes"] >= facts["carrier_bytes"]
     assert facts["copied"] == []
     assert facts["num_gated_delta_rows"] == 4
+    found = facts["pallas"]  # each of the seven drafts is one search, and so are the target's rows
+    assert found["markov_argmax_tiles"] == found["markov_argmax_join"] == 7
+    assert found["greedy_rows_chunks"] == found["greedy_rows_join"] == 1
 
 
 def test_prefill_aliases_every_carrier_and_copies_no_weight_or_pool():
