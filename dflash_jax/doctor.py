@@ -96,7 +96,7 @@ def examine(
     tokenizer = _tokenizer(target)
     reds = [Finding(m.topic, RED, m.reason, m.mend) for m in misfits(target_config, draft)]
     if isinstance(draft, MtpConfig):
-        return found + (reds or _head(target_config, draft, tokenizer, sizes))
+        return found + (reds or _head(target_config, draft, drafter, tokenizer, sizes))
     form = read_draft_form(drafter, num_target_layers=target_config.num_layers)
     pair = _Pair(
         target=target_config,
@@ -354,13 +354,26 @@ def _memory(target: TargetConfig, draft: DraftConfig | MtpConfig, sizes: Sizes) 
 
 
 def _head(
-    target: TargetConfig, head: MtpConfig, tokenizer: Tokenizer | None, sizes: Sizes
+    target: TargetConfig,
+    head: MtpConfig,
+    path: PathLike,
+    tokenizer: Tokenizer | None,
+    sizes: Sizes,
 ) -> list[Finding]:
     """A multi-token-prediction head: of the target's own kind, so that little can disagree."""
+    try:
+        check_tensors(path, target)
+    except _FAILURES as error:
+        return [Finding("drafter", RED, f"mtp; {_sentence(error)}", "fetch it again")]
+    kinds = [config.model_type.removesuffix("_text") for config in (head.layer, target)]
+    drafter = Finding("drafter", GREEN, "mtp, one layer of the target's own kind")
+    if kinds[0] != kinds[1]:
+        reason = f"mtp, a layer of {kinds[0]} for a target of {kinds[1]}"
+        drafter = Finding("drafter", AMBER, reason, "take the head of the target's own checkpoint")
     which = "before" if head.reads_residual else "after"
     template = [finding._replace(topic="template") for finding in _template_of(tokenizer)]
     return [
-        Finding("drafter", GREEN, "mtp, one layer of the target's own kind"),
+        drafter,
         Finding("taps", GREEN, f"reads the target's hidden rows {which} the final norm"),
         Finding("vocabulary", GREEN, f"{head.layer.vocab} ids, the target's tables"),
         Finding("block", GREEN, f"{head.max_drafts} drafts, one after another"),

@@ -21,7 +21,7 @@ from dflash_jax.layer_weights import read_layer
 from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
 from dflash_jax.mask_embedding import MaskEmbedding, read_mask_embedding
 from dflash_jax.mtp_config import MtpConfig
-from dflash_jax.mtp_weights import has_head, load_head, read_head_config
+from dflash_jax.mtp_weights import check_head, has_head, load_head, read_head_config
 from dflash_jax.pairs import check_pair
 from dflash_jax.params import (
     ConfidenceParams,
@@ -120,11 +120,15 @@ def load_drafter(
 def check_tensors(path: PathLike, target: TargetConfig) -> int:
     """Check every tensor of a drafter by the headers of its files, and count them.
 
+    Of an MTP head's layer it is only seen that there is one.
+
     Raises:
       ValueError, NotImplementedError: as `load_drafter` for a target of that config.
     """
     folder = drafter_folder(path)
     tensors = _plain_names(folder, read_checkpoint(folder))
+    if has_head(tensors):
+        return check_head(folder, tensors)
     mask = _mask_embedding(folder)
     config = _config(folder, tensors, mask, target.num_layers)
     source = HeaderSource(folder, tensors, _IGNORED_DRAFTER)

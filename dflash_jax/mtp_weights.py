@@ -16,7 +16,7 @@ from dflash_jax.mtp_config import MtpConfig
 from dflash_jax.pairs import check_pair
 from dflash_jax.params import MtpParams, TargetParams
 from dflash_jax.target_layer_weights import read_norm, read_target_layer
-from dflash_jax.tensor_source import TensorSource, full_dtype
+from dflash_jax.tensor_source import HeaderSource, TensorSource, full_dtype
 
 PREFIX = "mtp."
 ARCHITECTURE = "MtpDraftModel"  # in the config.json of a folder that holds a head alone
@@ -51,6 +51,24 @@ def load_head(
     params = _read_head(source, config)
     source.finish()
     return params
+
+
+def check_head(folder: Path, tensors: Mapping[str, np.ndarray]) -> int:
+    """Check by headers that a head's own tensors and a layer are there, and count them.
+
+    Raises:
+      ValueError, NotImplementedError: as `load_head`. What its layer holds only loading looks into.
+    """
+    width = read_head_config(folder).layer.width
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    source = HeaderSource(folder, own, (f"{PREFIX}layers.0.",))
+    source.take(f"{PREFIX}fc.weight", width, 2 * width)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        source.take(f"{PREFIX}{name}.weight", width)
+    source.finish()
+    if not source.left_out:
+        raise ValueError(f"{folder}: tensors '{PREFIX}layers.0.*' are missing")
+    return len(own)
 
 
 def _read_head(source: TensorSource, config: MtpConfig) -> MtpParams:

@@ -239,6 +239,19 @@ def test_the_shipped_drafters_fit_their_target(tmp_path, drafter):
     assert "without a tokenizer" in only(findings, "template").reason
 
 
+def test_a_damaged_head_is_red_and_one_of_another_family_amber(tmp_path):
+    pair = write_tiny_pair(tmp_path / "pair", drafter="mtp")
+    other = write_tiny_pair(tmp_path / "other", target="qwen3_5", drafter="mtp")
+    finding = only(doctor.examine(pair.target, other.drafter), "drafter")
+    assert (finding.level, finding.reason[:23]) == ("amber", "mtp, a layer of qwen3_5")
+    tensors = read_file(pair.drafter / MODEL)
+    for lost in ("mtp.fc.weight", "mtp.layers.0."):
+        left = {name: x for name, x in tensors.items() if not name.startswith(lost)}
+        write_file(pair.drafter / MODEL, left)
+        finding = only(examine(pair), "drafter")
+        assert finding.level == "red" and lost in finding.reason
+
+
 def test_an_mtp_head_is_explained_and_has_no_other_form(tmp_path, capsys):
     pair = write_tiny_pair(tmp_path / "pair", drafter="mtp")
     findings = examine(pair)
