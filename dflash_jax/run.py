@@ -25,6 +25,7 @@ from dflash_jax.state import MAX_STOP_IDS, Buffers, DecodeState, Status, init_bu
 from dflash_jax.tracked import Tracked
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
+_NUMBERED = re.compile(r"([A-Za-z_][\w-]*)\.\d+\b")
 Carriers = tuple[DecodeState, Buffers, DflashScratch]
 
 
@@ -93,16 +94,26 @@ def _compile(job: Job, sequences: Sequence[Tracked], carriers: Carriers) -> None
 
 
 def _fingerprint(compiled: Sequence[jax.stages.Compiled]) -> str:
-    """Names executables by their optimised HLO: equal names mean the same instructions.
-
-    Where in the source an instruction came from is left out: it changes with every edit.
-    """
+    """Names executables by their optimised HLO: equal names mean the same instructions."""
     digest = hashlib.sha256()
     for executable in compiled:
-        for line in (executable.as_text() or "").splitlines():
-            if line.startswith(("HloModule", "%", "ENTRY", " ", "}")):
-                digest.update(_METADATA.sub("", line).encode())
+        digest.update(_instructions(executable.as_text() or "").encode())
     return digest.hexdigest()[:16]
+
+
+def _instructions(text: str) -> str:
+    """HLO without its sources, which change with every edit, names numbered as they come.
+
+    Interpreted kernels are lowered a second time to other numbers, and to the same program.
+    """
+    starts = ("HloModule", "%", "ENTRY", " ", "}")
+    kept = "\n".join(line for line in text.splitlines() if line.startswith(starts))
+    seen: dict[str, str] = {}
+
+    def renumbered(name: re.Match[str]) -> str:
+        return seen.setdefault(name[0], f"{name[1]}.{len(seen)}")
+
+    return _NUMBERED.sub(renumbered, _METADATA.sub("", kept))
 
 
 def _load_batch(
