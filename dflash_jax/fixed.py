@@ -41,7 +41,7 @@ class AttnMetadataSpec:
 
 @dataclass(frozen=True, slots=True)
 class GdnLayerSpec:
-    """Arrays of one Gated-DeltaNet layer; what each holds is at `state.GdnLayerState`."""
+    """Arrays of one Gated-DeltaNet layer; what each holds is at `gdn_state.GdnLayerState`."""
 
     state: ArraySpec
     conv: ArraySpec
