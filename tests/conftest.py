@@ -37,6 +37,21 @@ def golden_dir(config) -> Path | None:
     return folder
 
 
+# Linux lets a process map 65,530 regions; each compiled program of a CPU holds several, and XLA's
+# compiler crashes when there are no more. A long file adds up to half of them.
+MOST_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps():
+    """Drop compiled programs before a file's tests when the process has gathered many."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is not None:
         import jax
