@@ -15,15 +15,14 @@ import numpy as np
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.export_forms import OWNERS, drafter_to_hf
+from dflash_jax.layer_export import layer_tensors
 from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
 from dflash_jax.mask_embedding import write_mask_embedding
 from dflash_jax.mtp_config import MtpConfig
 from dflash_jax.mtp_export import head_tensors, head_to_hf
 from dflash_jax.params import (
     ConfidenceParams,
-    ConvParams,
     DraftParams,
-    LayerParams,
     MarkovParams,
     MtpParams,
     TargetParams,
@@ -105,7 +104,7 @@ def drafter_tensors(params: DraftParams | MtpParams) -> dict[str, np.ndarray]:
         "norm.weight": params.norm,
     }
     for i, layer in enumerate(params.layers):
-        tensors |= _layer_tensors(layer, f"layers.{i}.", params.config)
+        tensors |= layer_tensors(layer, f"layers.{i}.", params.config)
     if params.selector is not None:
         at = "candidate_selector."
         tensors |= {
@@ -173,35 +172,6 @@ def _map_tensors(params: DraftParams) -> dict[str, np.ndarray]:
     selected = np.zeros(params.config.vocab, np.bool_)
     selected[ids] = True
     return {"d2t": ids - np.arange(len(ids)), "t2d": selected}
-
-
-def _layer_tensors(layer: LayerParams, at: str, c: DraftConfig) -> dict[str, Any]:
-    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    tensors = {
-        f"{at}input_layernorm.weight": layer.input_norm,
-        f"{at}post_attention_layernorm.weight": layer.post_norm,
-        f"{at}self_attn.o_proj.weight": layer.o,
-        f"{at}self_attn.q_norm.weight": layer.q_norm,
-        f"{at}self_attn.k_norm.weight": layer.k_norm,
-        f"{at}self_attn.o_proj.bias": layer.o_bias,
-        f"{at}mlp.gate_proj.weight": layer.gate_up[: c.ffn],
-        f"{at}mlp.up_proj.weight": layer.gate_up[c.ffn :],
-        f"{at}mlp.down_proj.weight": layer.down,
-    }
-    for what, joined in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-        if joined is not None:
-            parts = np.split(np.asarray(joined), [query, query + kv])
-            for part, rows in zip("qkv", parts, strict=True):
-                tensors[f"{at}self_attn.{part}_proj.{what}"] = rows
-    for name, conv in (("attention_conv", layer.attention_conv), ("mlp_conv", layer.mlp_conv)):
-        tensors |= _conv_tensors(conv, f"{at}{name}.")
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
-def _conv_tensors(conv: ConvParams | None, at: str) -> dict[str, Any]:
-    if conv is None:
-        return {}
-    return {f"{at}base_kernel": conv.base, f"{at}kernel_projection.weight": conv.projection}
 
 
 def _quantised(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.export_forms import rope_to_hf
+from dflash_jax.layer_export import layer_tensors
 from dflash_jax.mtp_config import MtpConfig
 from dflash_jax.mtp_weights import ARCHITECTURE, PREFIX
 from dflash_jax.params import MtpParams
@@ -49,27 +50,11 @@ def head_to_hf(config: MtpConfig) -> dict[str, Any]:
 
 def head_tensors(params: MtpParams) -> dict[str, np.ndarray]:
     """A dense target's head as checkpoint tensors: q, k, v and gate, up apart again."""
-    c, layer = params.config.layer, params.layer
-    at = f"{PREFIX}layers.0."
-    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    tensors: dict[str, Any] = {
+    tensors = {
         f"{PREFIX}fc.weight": params.fc,
         f"{PREFIX}pre_fc_norm_embedding.weight": params.embed_norm,
         f"{PREFIX}pre_fc_norm_hidden.weight": params.hidden_norm,
         f"{PREFIX}norm.weight": params.norm,
-        f"{at}input_layernorm.weight": layer.input_norm,
-        f"{at}post_attention_layernorm.weight": layer.post_norm,
-        f"{at}self_attn.o_proj.weight": layer.o,
-        f"{at}self_attn.o_proj.bias": layer.o_bias,
-        f"{at}self_attn.q_norm.weight": layer.q_norm,
-        f"{at}self_attn.k_norm.weight": layer.k_norm,
-        f"{at}mlp.gate_proj.weight": layer.gate_up[: c.ffn],
-        f"{at}mlp.up_proj.weight": layer.gate_up[c.ffn :],
-        f"{at}mlp.down_proj.weight": layer.down,
+        **layer_tensors(params.layer, f"{PREFIX}layers.0.", params.config.layer),
     }
-    for what, joined in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-        if joined is not None:
-            parts = np.split(np.asarray(joined), [query, query + kv])
-            for part, rows in zip("qkv", parts, strict=True):
-                tensors[f"{at}self_attn.{part}_proj.{what}"] = rows
-    return {name: np.asarray(x) for name, x in tensors.items() if x is not None}
+    return {name: np.asarray(x) for name, x in tensors.items()}
