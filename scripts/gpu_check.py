@@ -3,8 +3,9 @@
     python scripts/gpu_check.py --out results
     python scripts/gpu_check.py law loop_small --out results --minutes 4
 
-Sections (`gpu_sections.py`) run in processes of their own, most important first, so that one which
-takes the device down or runs out of time costs nothing but itself. Records are written to `--out`
+Sections (`gpu_sections.py`) run in processes of their own, so that one which takes the device down
+or runs out of time costs nothing but itself: those that only check side by side, then those that
+time, one after another. Records are written to `--out`
 as they grow, and end up in one file, check.json. Ends with a table and, last, one JSON object; the
 exit code is 1 if anything was found wrong. `--platform cpu --smoke` runs small forms of all of it
 by the interpreter.
@@ -15,15 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_sections import ROOT, SECTIONS
+from gpu_facts import write
+from gpu_sections import ROOT, SECTIONS, SIDE_BY_SIDE
 
 _STARTING_SECONDS = 15  # with less left than this a section could not even begin
 
@@ -34,7 +38,7 @@ def say(text: str) -> None:
 
 def run_section(name: str, args: argparse.Namespace) -> int:
     """Run one section in this process and write its record."""
-    from gpu_facts import facts, write
+    from gpu_facts import facts
 
     known = {"section": name, **facts(args.commit)}
     save = lambda record: write(args.out, f"{name}.json", {**known, "unfinished": True, **record})
@@ -59,18 +63,29 @@ def start(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]
     path = args.out / f"{name}.json"
     path.unlink(missing_ok=True)
     ending = ""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
-        done = subprocess.run(command, cwd=ROOT, timeout=seconds)
-        if done.returncode:
-            ending = f"exit code {done.returncode}"
+        if code := process.wait(timeout=seconds):
+            ending = f"exit code {code}"
     except subprocess.TimeoutExpired:
         ending = f"over {seconds:.0f} s"
+        os.killpg(process.pid, signal.SIGKILL)  # with what it started itself
+        process.wait()
     record = json.loads(path.read_text()) if path.is_file() else {}
     path.unlink(missing_ok=True)  # check.json has it from here on
     if ending or record.pop("unfinished", False):
         late = ending.startswith("over")
         record |= {"right": None if late else False, "failed": ending or "it did not end"}
     return {**record, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def timed(name: str, args: argparse.Namespace, end: float) -> dict[str, Any]:
+    """The record of a section that has until `end` of `time.perf_counter`."""
+    left = end - time.perf_counter()
+    if left < _STARTING_SECONDS:
+        return {"right": None, "why": "no time left"}
+    say(f"{name} ({left:.0f} s left)")
+    return start(name, args, left)
 
 
 def summary(name: str, record: dict[str, Any]) -> str:
@@ -105,6 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sanitizer-seconds", type=float, default=100, help="for each tool")
     parser.add_argument("--commit", help="to report, where there is no checkout")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if unknown := set(args.section) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
@@ -115,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     os.environ["JAX_PLATFORMS"] = args.platform
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes, one device
     sys.path.insert(0, str(ROOT))  # run from a checkout without installing
     if args.in_process:
         return run_section(args.section[0], args)
@@ -122,16 +139,16 @@ def main(argv: list[str] | None = None) -> int:
     args.out = (args.out or Path(temporary.name if temporary else ".")).resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + 60 * args.minutes
+    chosen = args.section or list(SECTIONS)
+    checks = [name for name in chosen if name in SIDE_BY_SIDE]
     records: dict[str, dict[str, Any]] = {}
-    for name in args.section or SECTIONS:
-        left = end - time.perf_counter()
-        if left < _STARTING_SECONDS:
-            records[name] = {"right": None, "why": "no time left"}
-            continue
-        say(f"{name} ({left:.0f} s left)")
-        records[name] = start(name, args, left)
-        from gpu_facts import write
-
+    with ThreadPoolExecutor(max(1, len(checks))) as pool:
+        begun = {name: pool.submit(timed, name, args, end) for name in checks}
+        for name, running in begun.items():
+            records[name] = running.result()
+            write(args.out, "check.json", records)
+    for name in (name for name in chosen if name not in checks):
+        records[name] = timed(name, args, end)
         write(args.out, "check.json", records)
     print("\n".join(summary(name, record) for name, record in records.items()))
     print(json.dumps({name: record.get("right") for name, record in records.items()}))

@@ -1,6 +1,7 @@
 """The parts of `gpu_check.py`, each run in a process of its own: a function that returns a record.
 
-A record has `right`, and whatever figures belong to it. Records are written as they grow.
+A record has `right`, and whatever figures belong to it. Records are written as they grow. A section
+whose cases compile for minutes is dealt out over processes, a share each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,20 +25,7 @@ Save = Callable[[Record], None]
 
 def parity(args: argparse.Namespace, save: Save) -> Record:
     """Every kernel against its NumPy oracle, in f32 and bf16, at the shapes of the tests."""
-    from kernel_ops import OPS, check, in_both_dtypes
-
-    rows: list[Record] = []
-    for op in OPS:
-        for case in in_both_dtypes(op)[: 1 if args.smoke else None]:
-            named = {"op": op.name, "case": case.name, "dtype": case.dtype}
-            try:
-                rows.append(check(op, case, "interpret" if args.smoke else "pallas"))
-            except NotImplementedError as error:
-                rows.append({**named, "why": str(error)[:200]})
-            except Exception as error:
-                failed = f"{type(error).__name__}: {error!s:.300}"
-                rows.append({**named, "right": False, "failed": failed})
-        save({"rows": rows})
+    rows = _dealt("parity", _parity, 12, args, save)
     wrong = [row for row in rows if row.get("right") is False]
     served = [row for row in rows if "right" in row]
     return {
@@ -49,8 +37,31 @@ def parity(args: argparse.Namespace, save: Save) -> Record:
     }
 
 
+def _parity(args: argparse.Namespace, save: Save) -> list[Record]:
+    from kernel_ops import OPS, check, in_both_dtypes
+
+    rows: list[Record] = []
+    for op in _share(OPS, args):
+        for case in in_both_dtypes(op)[: 1 if args.smoke else None]:
+            named = {"op": op.name, "case": case.name, "dtype": case.dtype}
+            try:
+                rows.append(check(op, case, "interpret" if args.smoke else "pallas"))
+            except NotImplementedError as error:
+                rows.append({**named, "why": str(error)[:200]})
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error!s:.300}"
+                rows.append({**named, "right": False, "failed": failed})
+        save({"rows": rows})
+    return rows
+
+
 def law(args: argparse.Namespace, save: Save) -> Record:
     """Drafted tokens and logit hashes equal plain ones, bit for bit, and in a second run too."""
+    rows = _dealt("law", _law, 5, args, save)
+    return {"right": all(row["right"] for row in rows), "rows": rows}
+
+
+def _law(args: argparse.Namespace, save: Save) -> list[Record]:
     from tests import kit
 
     settings = [
@@ -63,7 +74,7 @@ def law(args: argparse.Namespace, save: Save) -> Record:
     hybrids = [("qwen3_5", "dflash2", 4, "bfloat16"), ("qwen3_next", "dflash", 4, "float32")]
     settings[2:2] = [*hybrids, ("qwen3_5", "dflash2", 1, "bfloat16")]
     rows: list[Record] = []
-    for family, kind, batch, dtype in settings[: 1 if args.smoke else None]:
+    for family, kind, batch, dtype in _share(settings[: 1 if args.smoke else None], args):
         params = kit.pair(family, kind, dtype=dtype, block=16).params
         fixed = kit.sizes(params, batch, page_size=16, max_context=96)
         lengths = [1 + 7 * i % 31 for i in range(batch)]
@@ -84,7 +95,41 @@ def law(args: argparse.Namespace, save: Save) -> Record:
             }
         )
         save({"rows": rows})
-    return {"right": all(row["right"] for row in rows), "rows": rows}
+    return rows
+
+
+def _share(cases: Sequence[Any], args: argparse.Namespace) -> Sequence[Any]:
+    """Every n-th of the cases, where this process has one of n shares."""
+    first, step = args.share or (0, 1)
+    return cases[first::step]
+
+
+def _dealt(
+    name: str, work: Callable[..., list[Record]], shares: int, args: argparse.Namespace, save: Save
+) -> list[Record]:
+    """The rows of all shares, from processes side by side, and one for each that failed."""
+    if args.share or args.smoke:
+        return work(args, save)
+    with tempfile.TemporaryDirectory() as folder:
+        begun = [_begin(name, i, shares, Path(folder) / str(i), args) for i in range(shares)]
+        codes = [process.wait() for process in begun]
+        rows = []
+        for i, code in enumerate(codes):
+            path = Path(folder) / str(i) / f"{name}.json"
+            record = json.loads(path.read_text()) if path.is_file() else {}
+            rows += record.get("rows", [])
+            if code or record.get("failed") or record.get("unfinished"):
+                failed = record.get("failed", f"exit code {code}")
+                rows.append({"op": f"share {i}", "right": False, "failed": failed})
+    return rows
+
+
+def _begin(
+    name: str, share: int, shares: int, out: Path, args: argparse.Namespace
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), name, "--in-process"]
+    command += ["--share", str(share), str(shares), "--out", str(out), "--platform", args.platform]
+    return subprocess.Popen(command, cwd=ROOT)
 
 
 def loop_small(args: argparse.Namespace, save: Save) -> Record:
@@ -287,14 +332,16 @@ def sanitizer(args: argparse.Namespace, save: Save) -> Record:
     return {"right": False if False in verdicts else all(verdicts) or None, "rows": rows}
 
 
-# Most important first: what does not fit the time is not run.
+# Sections that time nothing run side by side, then the others in turn, most important first: what
+# does not fit the time is not run.
+SIDE_BY_SIDE = ("parity", "law", "sanitizer", "cache")
 SECTIONS: dict[str, Callable[[argparse.Namespace, Save], Record]] = {
     "parity": parity,
     "law": law,
+    "sanitizer": sanitizer,
+    "cache": cache,
     "loop_small": loop_small,
     "smollm2": smollm2,
     "tests": marked,
-    "sanitizer": sanitizer,
-    "cache": cache,
     "loop_large": loop_large,
 }

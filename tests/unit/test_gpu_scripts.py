@@ -69,13 +69,31 @@ def test_a_section_that_dies_costs_itself_alone(scripts, tmp_path, monkeypatch):
 
     args = gpu_check.parse(["law", "--out", str(tmp_path), "--platform", "cpu"])
     dies = "import sys; sys.exit(134)"
-    real = subprocess.run
+    real = subprocess.Popen
     monkeypatch.setattr(
-        gpu_check.subprocess, "run", lambda *_, **how: real([sys.executable, "-c", dies], **how)
+        gpu_check.subprocess, "Popen", lambda *_, **how: real([sys.executable, "-c", dies], **how)
     )
     record = gpu_check.start("law", args, 60)
     assert record["right"] is False and record["failed"] == "exit code 134"
     assert "WRONG" in gpu_check.summary("law", record)
+
+
+def test_a_share_that_dies_is_a_wrong_row_and_the_others_keep_theirs(
+    scripts, tmp_path, monkeypatch
+):
+    import gpu_check
+    import gpu_sections
+
+    def begin(name, share, shares, out, args):
+        out.mkdir()
+        (out / f"{name}.json").write_text(json.dumps({"rows": [{"op": share, "right": True}]}))
+        return subprocess.Popen([sys.executable, "-c", f"import sys; sys.exit({7 * share})"])
+
+    monkeypatch.setattr(gpu_sections, "_begin", begin)
+    args = gpu_check.parse(["law", "--out", str(tmp_path)])
+    rows = gpu_sections._dealt("law", lambda *_: [], 2, args, lambda record: None)
+    assert [row["right"] for row in rows] == [True, True, False]
+    assert rows[2]["failed"] == "exit code 7"
 
 
 def test_configurations_that_results_have_are_skipped(scripts, tmp_path):
