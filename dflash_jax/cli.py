@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dflash_jax import sampling_arguments
+from dflash_jax.packaged import our_drafters
 from dflash_jax.prompts import Request, UsageError, read_jsonl
 
 IMPLS = ("auto", "xla", "pallas", "interpret")
@@ -197,9 +198,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         metavar="KIND|DIR|none",
-        help="dflash2 or dflash (ours, for smollm2), prompt_lookup, oracle, poison[:K] (K drafts "
-        "accepted), a checkpoint folder, or none; default: dflash2 for smollm2, prompt_lookup for "
-        "other targets",
+        help=f"{', '.join(our_drafters('smollm2'))} (ours, for smollm2), prompt_lookup, oracle, "
+        "poison[:K] (K drafts accepted), a checkpoint folder, or none; default: dflash2 for "
+        "smollm2, prompt_lookup for other targets",
     )
     group.add_argument(
         "--num-drafts", type=_at_least(1), metavar="N", help="drafts a cycle; default: a full block"

@@ -22,6 +22,7 @@ from dflash_jax.mask_embedding import NAME as MASK_EMBEDDING
 from dflash_jax.mask_embedding import MaskEmbedding, read_mask_embedding
 from dflash_jax.mtp_config import MtpConfig
 from dflash_jax.mtp_weights import check_head, has_head, load_head, read_head_config
+from dflash_jax.packaged import packaged_drafters, packaged_folder
 from dflash_jax.pairs import check_pair
 from dflash_jax.params import (
     ConfidenceParams,
@@ -35,8 +36,6 @@ from dflash_jax.safetensors_io import read_checkpoint
 from dflash_jax.tensor_source import HeaderSource, TensorSource, full_dtype, same_bits
 
 PathLike = str | os.PathLike[str]
-
-PACKAGED_DRAFTERS = ("smollm2-dflash2", "smollm2-dflash")
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # Tensors that some exports carry and that inference does not read (spec/checkpoints.md §6).
@@ -84,7 +83,7 @@ def read_draft_form(path: PathLike, *, num_target_layers: int | None = None) -> 
 def load_drafter(
     path: PathLike, target: TargetParams | None = None, *, dtype: Any = None
 ) -> DraftParams | MtpParams:
-    """Load a DFlash, DFlash2 or DSpark drafter in z-lab, SpecForge, DeepSpec or speculators form.
+    """Load a DFlash, DFlash2 or DSpark drafter in any publisher's form, or an MTP head.
 
     Args:
       path: a folder, or the name of a drafter that comes with the package. A target's own folder
@@ -149,16 +148,13 @@ def stored_dtype(path: PathLike) -> np.dtype:
 
 def drafter_folder(path: PathLike) -> Path:
     """Where a drafter lies: a folder, or the name of one that comes with the package."""
-    if path in PACKAGED_DRAFTERS:
-        folder = Path(__file__).parent / "assets" / "drafters" / str(path)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"drafter {path!r} is not in this build of the package")
+    if (folder := packaged_folder(path)) is not None:
         return folder
     folder = Path(path)
     if not os.fspath(path) or not folder.is_dir():
         raise FileNotFoundError(
             f"drafter {os.fspath(path)!r}: no such folder, and the names are "
-            f"{', '.join(PACKAGED_DRAFTERS)}"
+            f"{', '.join(packaged_drafters())}"
         )
     return folder
 

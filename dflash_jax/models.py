@@ -12,6 +12,7 @@ from dflash_jax.config import RuleConfig, TargetConfig
 from dflash_jax.drafters import no_drafter, oracle_drafter, prompt_lookup_drafter
 from dflash_jax.drafters.confidence import with_threshold
 from dflash_jax.mtp_config import DrafterConfig
+from dflash_jax.packaged import our_drafters
 from dflash_jax.params import DrafterParams, Params, TargetParams
 from dflash_jax.prompts import Request, UsageError
 from dflash_jax.reports.progress import bar
@@ -26,7 +27,7 @@ from dflash_jax.weights import (
 )
 
 RULE_DRAFTS = 7  # drafts a cycle of drafters without weights, unless --num-drafts says
-OUR_DRAFTERS = ("dflash2", "dflash")  # made for the default target
+BEST_DRAFTER = "dflash2"  # of ours for the default target
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,15 @@ class DrafterChoice:
 
     @property
     def path(self) -> str:
-        return f"{DEFAULT_TARGET}-{self.name}" if self.name in OUR_DRAFTERS else self.name
+        is_ours = self.name in our_drafters(DEFAULT_TARGET)
+        return f"{DEFAULT_TARGET}-{self.name}" if is_ours else self.name
 
 
 def choose_drafter(drafter: str | None, target: str, num_drafts: int | None) -> DrafterChoice:
     """Settle what `--drafter` means for a target; what contradicts itself is refused."""
     if drafter is None:
-        drafter = OUR_DRAFTERS[0] if target == DEFAULT_TARGET else "prompt_lookup"
-    if drafter in OUR_DRAFTERS and target != DEFAULT_TARGET:
+        drafter = BEST_DRAFTER if target == DEFAULT_TARGET else "prompt_lookup"
+    if drafter in our_drafters(DEFAULT_TARGET) and target != DEFAULT_TARGET:
         raise UsageError(
             f"--drafter {drafter} names our drafter for {DEFAULT_TARGET}, but the target is "
             f"{target}; pass the folder of one that was made for it"

@@ -17,12 +17,12 @@ import numpy as np
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.draft_weights import (
-    PACKAGED_DRAFTERS,
     check_pair,
     load_drafter,
     read_draft_config,
 )
 from dflash_jax.json_file import read_json
+from dflash_jax.packaged import packaged_drafters
 from dflash_jax.params import TargetParams
 from dflash_jax.safetensors_io import read_checkpoint
 from dflash_jax.target_layer_weights import read_norm, read_target_layer
@@ -30,11 +30,11 @@ from dflash_jax.tensor_source import TensorSource, same_bits
 
 __all__ = [
     "DEFAULT_TARGET",
-    "PACKAGED_DRAFTERS",
     "check_pair",
     "load_drafter",
     "load_tables",
     "load_target",
+    "packaged_drafters",
     "read_configs",
     "read_draft_config",
     "resolve_target",

@@ -2,9 +2,9 @@
 
     python scripts/eval_acceptance.py --target smollm2 --temperatures 0,1 --out acceptance.jsonl
 
-A drafter is `none`, `prompt_lookup`, `dflash` or `dflash2` (ours, for smollm2), a checkpoint folder
-of any kind, or NAME=FOLDER. Each (drafter, set, temperature) is appended to --out as it is done;
-progress goes to stderr, and stdout ends with one JSON line of all.
+A drafter is `none`, `prompt_lookup`, one of ours for smollm2 (`dflash2`; by default all that there
+are), a checkpoint folder of any kind, or NAME=FOLDER. Each (drafter, set, temperature) is appended
+to --out as it is done; progress goes to stderr, and stdout ends with one JSON line of all.
 """
 
 import argparse
@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash_jax.packaged import our_drafters, packaged_drafters
 from dflash_jax.prompts import UsageError
 from dflash_jax.train.arguments import Parser, answer, at_least, names_of
 from dflash_jax.train.eval_sets import EVAL_SETS, eval_prompts
 
 RULES = ("none", "prompt_lookup")
-PACKAGED = {"dflash": "smollm2-dflash", "dflash2": "smollm2-dflash2"}
+OURS = {kind: f"smollm2-{kind}" for kind in our_drafters("smollm2")}
 
 
 class Choice(NamedTuple):
@@ -32,12 +33,12 @@ class Choice(NamedTuple):
     @staticmethod
     def of(text: str) -> "Choice":
         name, _, where = text.strip().rpartition("=")
-        packaged = PACKAGED.get(where, where)
-        is_known = where in RULES or packaged in PACKAGED.values()
+        packaged = OURS.get(where, where)
+        is_known = where in RULES or packaged in packaged_drafters()
         if not is_known and not (where and Path(where).is_dir()):
             raise UsageError(
                 f"--drafters: {where!r} is no folder, wanted one, or one of "
-                f"{', '.join((*RULES, *PACKAGED))}"
+                f"{', '.join((*RULES, *OURS))}"
             )
         return Choice(name or where, packaged)
 
@@ -46,7 +47,7 @@ def build_parser() -> Parser:
     parser = Parser("eval_acceptance.py", __doc__)
     add = parser.add_argument
     add("--target", default="smollm2", help="smollm2, a checkpoint folder, or a GGUF file")
-    add("--drafters", default="none,prompt_lookup,dflash,dflash2", help="divided by commas")
+    add("--drafters", default=",".join((*RULES, *OURS)), help="divided by commas")
     add("--sets", type=names_of(EVAL_SETS), default=",".join(EVAL_SETS), help="divided by commas")
     add("--temperatures", type=temperatures_of, default="0", help="0 is greedy; divided by commas")
     add("--seed", type=at_least(0), default=0, help="of every prompt, above temperature 0")

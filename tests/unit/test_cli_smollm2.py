@@ -6,8 +6,7 @@ import pytest
 
 from dflash_jax import cli, commands
 from dflash_jax.download import DownloadError, default_model
-from dflash_jax.models import OUR_DRAFTERS
-from dflash_jax.weights import read_draft_config
+from dflash_jax.packaged import our_drafters
 
 pytestmark = pytest.mark.slow
 PROMPTS = (
@@ -25,14 +24,8 @@ def model():
         pytest.skip(str(error))
 
 
-def is_shipped(drafter):
-    try:
-        return bool(read_draft_config(f"smollm2-{drafter}"))
-    except FileNotFoundError:
-        return False
-
-
-DRAFTERS = ("prompt_lookup", *filter(is_shipped, OUR_DRAFTERS))
+OURS = our_drafters("smollm2")
+DRAFTERS = ("prompt_lookup", *OURS)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -48,5 +41,5 @@ def test_it_answers_in_english_and_the_certificate_holds(capsys, monkeypatch, tm
     assert "def " in by_index[1]["text"]
     assert last["certificate"]["holds"]
     assert last["certificate"]["num_tokens"] == sum(len(one["ids"]) for one in answers)
-    if drafter in OUR_DRAFTERS:
+    if drafter in OURS:
         assert last["stats"]["tau"] > 1.3  # an untrained drafter stays at about 1

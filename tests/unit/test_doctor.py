@@ -11,7 +11,7 @@ from dflash_jax import doctor
 from dflash_jax.cli import main
 from dflash_jax.mask_embedding import NAME, write_mask_embedding
 from dflash_jax.safetensors_io import read_file, write_file
-from dflash_jax.weights import PACKAGED_DRAFTERS
+from dflash_jax.weights import packaged_drafters
 from scripts.make_tiny import write_tiny_pair
 
 MODEL = "model.safetensors"
@@ -218,7 +218,7 @@ def test_no_backend_starts(pair):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("drafter", PACKAGED_DRAFTERS)
+@pytest.mark.parametrize("drafter", packaged_drafters())
 def test_the_shipped_drafters_fit_their_target(tmp_path, drafter):
     """Of the target only the config is read; the int8 files are checked by their headers."""
     smollm2 = {

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import cli, commands
 from dflash_jax.safetensors_io import read_file
 from dflash_jax.train import run as training
 from dflash_jax.weights import load_drafter, load_target
@@ -32,7 +33,8 @@ def records(folder, event: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_writes_drafters_and_goes_on_where_it_ended(tmp_path, target, capsys):
+def test_a_run_writes_drafters_and_goes_on_where_it_ended(tmp_path, target, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "keep_executables", lambda: None)  # a setting of the process
     out = tmp_path / "out"
     kinds = "dspark", "mtp"
     command = ["--target", str(target), "--out", str(out), *SIZES, "--drafters", ",".join(kinds)]
@@ -48,6 +50,10 @@ def test_a_run_writes_drafters_and_goes_on_where_it_ended(tmp_path, target, caps
         drafter = load_drafter(out / kind, load_target(target))
         assert drafter.config.kind == kind and drafter.config.max_drafts == 3
         assert result["sizes"][kind] == (out / kind / "model.safetensors").stat().st_size
+        ask = ["decode", "--prompt-ids", "5,6,7", "--check", "--max-new-tokens", "8"]
+        pair = ["--target", str(target), "--drafter", str(out / kind)]
+        assert cli.main([*ask, *pair, "--page-size", "8"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["certificate"]["holds"]
         for what in ("trained", "int8"):
             assert all(1 <= tau <= 4 for tau in result[f"held_out_{what}"][kind].values())
     assert records(out, "held_out") and records(out, "training")[0]["held_out"] == 4

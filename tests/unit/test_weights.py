@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax import download, draft_weights
+from dflash_jax import download, packaged
 from dflash_jax.safetensors_io import read_file, write_file
 from dflash_jax.weights import (
     load_drafter,
@@ -395,12 +396,22 @@ def test_a_config_that_contradicts_its_tensors_is_refused(pair):
         load_drafter(pair.drafter)
 
 
-def test_a_drafter_that_is_not_there_is_said(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="drafter '.*none': no such folder"):
+def test_a_drafter_that_is_not_there_is_said(tmp_path):
+    ours = ", ".join(packaged.packaged_drafters())
+    with pytest.raises(FileNotFoundError, match=f"none': no such folder, and the names are {ours}"):
         load_drafter(tmp_path / "none")
-    monkeypatch.setattr(draft_weights, "PACKAGED_DRAFTERS", ("one-we-forgot",))
-    with pytest.raises(FileNotFoundError, match="'one-we-forgot' is not in this build"):
-        load_drafter("one-we-forgot")
+    with pytest.raises(FileNotFoundError, match=f"'smollm2-eagle': .* the names are {ours}"):
+        load_drafter("smollm2-eagle")
+
+
+def test_a_folder_among_the_assets_is_a_drafter_by_name(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "drafters")
+    assert packaged.packaged_drafters() == ()
+    shutil.copytree(pair.drafter, tmp_path / "drafters" / "smollm2-eagle")
+    (tmp_path / "drafters" / "left-over").mkdir()
+    assert packaged.packaged_drafters() == ("smollm2-eagle",)
+    assert packaged.our_drafters("smollm2") == ("eagle",)
+    assert same_params(load_drafter("smollm2-eagle"), load_drafter(pair.drafter))
 
 
 def int8_drafter(folder):
