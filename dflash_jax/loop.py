@@ -59,6 +59,7 @@ class ChunkOutput(NamedTuple):
     num_cycles: jax.Array  # i32[]
     status: jax.Array  # i32[B] after the chunk
     draft_faults: jax.Array | None = None  # bool[B] the drafter's numbers were not finite some time
+    widths: jax.Array | None = None  # i32[cycles] rows a sequence that the target ran, if chosen
 
 
 # Donated, and kept where a call only overwrites them: an argument that jit drops as unread is not
@@ -69,7 +70,7 @@ _CARRIERS = ("state", "buffers", "scratch")
 # predicate to the host each cycle, which drains the launch queue: 6.40 against 5.99 ms a cycle
 # (H200, Qwen3-8B shapes, batch 1, 1,024 keys; 203 dispatches). The list is XLA's own and WHILE; a
 # CPU ignores it.
-_LOOP_OPTIONS = {
+LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
@@ -290,7 +291,7 @@ def step(
     static_argnames=("fixed", "options"),
     donate_argnames=_CARRIERS,
     keep_unused=True,
-    compiler_options=_LOOP_OPTIONS,
+    compiler_options=LOOP_OPTIONS,
 )
 def decode(
     params: Params,
@@ -357,6 +358,7 @@ def _empty_chunk(fixed: Fixed, options: DecodeOptions) -> ChunkOutput:
         else None,
         num_cycles=jnp.zeros((), jnp.int32),
         status=jnp.zeros((fixed.batch,), jnp.int32),
+        widths=jnp.zeros((options.cycles,), jnp.int32) if options.verify_widths else None,
     )
 
 
@@ -378,6 +380,7 @@ def _append(out: ChunkOutput, record: StepOutput) -> ChunkOutput:
         logprobs=put(out.logprobs, verification.logprobs),
         num_cycles=i + 1,
         status=out.status,
+        widths=put(out.widths, verification.width),
     )
 
 

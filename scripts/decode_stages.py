@@ -25,15 +25,21 @@ from jax import lax
 from dflash_jax import drafters
 from dflash_jax.commit import commit
 from dflash_jax.drafters import Proposal
-from dflash_jax.loop import rows_to_run
+from dflash_jax.loop import LOOP_OPTIONS, rows_to_run
 from dflash_jax.options import DecodeOptions
 from dflash_jax.params import Params
 from dflash_jax.verify import verify
 
 _TURNS = 8
+_stage = partial(
+    jax.jit,
+    static_argnames=("fixed", "impl"),
+    donate_argnames=("buffers", "scratch"),
+    compiler_options=LOOP_OPTIONS,  # the loop is one graph, as in a decode
+)
 
 
-@partial(jax.jit, static_argnames=("fixed", "impl"), donate_argnames=("buffers", "scratch"))
+@_stage
 def _propose_turns(params, state, buffers, scratch, *, fixed, impl):
     def turn(_, carry):
         state, buffers, scratch = carry
@@ -51,7 +57,7 @@ def _propose_turns(params, state, buffers, scratch, *, fixed, impl):
     return lax.fori_loop(0, _TURNS, turn, (state, buffers, scratch))
 
 
-@partial(jax.jit, static_argnames=("fixed", "impl"), donate_argnames=("buffers", "scratch"))
+@_stage
 def _verify_turns(params, state, buffers, scratch, *, fixed, impl):
     def turn(_, carry):
         state, buffers, drafts, _ = carry
@@ -78,7 +84,7 @@ def _verify_turns(params, state, buffers, scratch, *, fixed, impl):
     return state, buffers, scratch
 
 
-@partial(jax.jit, static_argnames=("fixed", "impl"), donate_argnames=("buffers", "scratch"))
+@_stage
 def _commit_turns(params, state, buffers, scratch, *, fixed, impl):
     rows = rows_to_run(state, fixed)
     drafts = jnp.zeros((fixed.batch, fixed.num_drafts), jnp.int32)

@@ -27,17 +27,15 @@ from dflash_jax.fixed import plan
 from dflash_jax.options import DecodeOptions
 
 _CARRIERS = ("state", "buffers", "scratch")
-_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 
 def _jit(function: Callable[..., Any], *, graph: bool) -> Callable[..., Any]:
-    options = {"xla_gpu_enable_command_buffer": _GRAPH} if graph else {}
     return jax.jit(
         function,
         static_argnames=("fixed", "options"),
         donate_argnames=_CARRIERS,
         keep_unused=True,
-        compiler_options=options,
+        compiler_options=loop.LOOP_OPTIONS if graph else {},
     )
 
 
