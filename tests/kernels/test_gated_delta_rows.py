@@ -107,10 +107,11 @@ def test_a_slot_out_of_range_has_no_rows_and_writes_nothing(impl, slot):
 
 
 def test_tiles_of_another_width_have_the_same_bits():
+    """From 32 columns: a CPU's code for narrower ones multiplies and adds in another order."""
     arrays = cases.make_delta(cases.DELTA[2])
-    tiles = None, pk.GatedDeltaRowsConfig(block_v=64)
-    default, wide = (run(cases.DELTA[2], "interpret", arrays, config) for config in tiles)
-    for a, b in zip(default, wide, strict=True):
+    tiles = (pk.GatedDeltaRowsConfig(block_v=width) for width in (32, 64))
+    narrow, wide = (run(cases.DELTA[2], "interpret", arrays, config) for config in tiles)
+    for a, b in zip(narrow, wide, strict=True):
         assert_same_bits(a, b)
 
 
