@@ -41,6 +41,7 @@ from pallas_kernels.greedy_rows import ordered
 from pallas_kernels.skinny_matmul import skinny_matmul_xla
 
 _MAX_TILES = 4096
+_MIN_BLOCK_B = 8  # fewer rows of `code` are not copied asynchronously, and each step waits for them
 _NO_ID = np.iinfo(np.int32).max
 
 
@@ -190,7 +191,7 @@ def _markov_argmax_pallas(
     """`markov_argmax` in two launches."""
     (batch, rank), columns = code.shape, out.shape[0]
     tiles = -(-columns // config.block_v)
-    block_b = rows_in_block(batch)
+    block_b = max(_MIN_BLOCK_B, rows_in_block(batch))
     block_k = min(config.block_k, max(16, next_power_of_2(rank)))
     asked = SkinnyMatmulConfig(block_k=block_k, num_stages=config.num_stages)
     stages = stages_that_fit(asked, block_b + config.block_v, code.dtype.itemsize)
