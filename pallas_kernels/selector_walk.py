@@ -37,6 +37,7 @@ from pallas_kernels._launch import (
 from pallas_kernels.top16_selector import CANDIDATES
 
 _MAX_RANK = 512
+_MAX_VOCAB = 1 << 26  # an id and an index of a candidate in 31 bits, with room to spare
 _NO_ID = np.iinfo(np.int32).max
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -147,6 +148,8 @@ def _walk(op: str, operands: tuple, k: int, impl: str, config: SelectorWalkConfi
         raise ValueError(f"{op}: vals is {show(vals)}, wanted at least one draft row")
     if not 1 <= k <= CANDIDATES:
         raise ValueError(f"{op}: k is {k}, wanted 1 to {CANDIDATES}")
+    if vocab > _MAX_VOCAB:
+        raise ValueError(f"{op}: predecessor has {vocab} rows, wanted at most {_MAX_VOCAB}")
     kernel = partial(
         _selector_walk_pallas,
         config=config or selector_walk_config(rank, jnp.result_type(predecessor)),
@@ -178,7 +181,7 @@ def selector_walk_xla(
         preferred_element_type=jnp.float32,
     )
     lattice = jnp.where(counts, vals[:, :, None] + edges, MASK_VALUE)  # [B, J, prev C, C]
-    choice, q = _best_candidate(lattice, ids[:, :, None], counts), None
+    choice, q = _best_candidate(lattice, ids[:, :, None], counts)[0], None
     if temperature is not None:
         choice, q = _draw(
             lattice, choice, counts, temperature[:, None, None, None], uniforms[:, :, None, None]
@@ -215,13 +218,17 @@ def _orderable(scores, counts) -> jax.Array:
     return jnp.minimum(jnp.maximum(scores, -_LARGEST), _LARGEST)
 
 
-def _best_candidate(scores, ids, counts) -> jax.Array:
-    """Return the index along the last axis of the largest score, equal ones by lowest id."""
+def _best_candidate(scores, ids, counts) -> tuple[jax.Array, jax.Array]:
+    """Return index along the last axis and id of the largest score, equal ones by lowest id.
+
+    Both in one minimum, of ids and indices packed (`_MAX_VOCAB`): a reduction more would
+    lengthen the chain of rows.
+    """
     scores = _orderable(scores, counts)
-    ids = jnp.where(counts & (scores == jnp.max(scores, axis=-1, keepdims=True)), ids, _NO_ID)
-    # argmin is not what Triton reduces by id; the candidate that holds the lowest id is.
-    slot = _slots(scores)
-    return jnp.min(jnp.where(ids == jnp.min(ids, axis=-1, keepdims=True), slot, _NO_ID), axis=-1)
+    is_best = counts & (scores == jnp.max(scores, axis=-1, keepdims=True))
+    packed = jnp.where(is_best, ids * CANDIDATES + _slots(scores), _NO_ID)
+    best = jnp.min(packed, axis=-1)
+    return best & (CANDIDATES - 1), best >> (CANDIDATES.bit_length() - 1)
 
 
 def _draw(scores, best, counts, temperature, uniforms) -> tuple[jax.Array, jax.Array]:
@@ -318,14 +325,14 @@ def _walk_kernel(
         ahead = (*ahead, read_row(j + depth + 1))
         edges = (*edges, read_edges(ahead[depth - 1].ids, ahead[depth]))
         scores = score(came_from, ahead[0], edges[0])
-        choice = _best_candidate(scores, ahead[0].ids, counts)
+        choice, token = _best_candidate(scores, ahead[0].ids, counts)
         if noise:
             temperature = plgpu.load(noise[0].at[sequence])
             choice, q = _draw(
                 scores, choice, counts, temperature, plgpu.load(noise[1].at[sequence, j])
             )
             plgpu.store(q_ref[0].at[sequence, j, slot], q)
-        token = jnp.min(jnp.where(slot == choice, ahead[0].ids, _NO_ID))
+            token = jnp.min(jnp.where(slot == choice, ahead[0].ids, _NO_ID))
         plgpu.store(path_ref.at[sequence, j], token)
         plgpu.store(scores_ref.at[sequence, j, slot], scores)
         return choice, ahead[1:], edges[1:]
