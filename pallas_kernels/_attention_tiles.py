@@ -12,7 +12,7 @@ Blocks of 64 keys, 4 warps and 3 stages in all of them (2 stages at 256 lanes an
 keys took 20 to 50 % longer. Segments below the longest, f32, and head dims other than 128 have not
 been measured. Their tiles are sized by what compiles for an H200 without spilling and leaves room
 for two programs a multiprocessor: a block of K or V takes at most 16 KiB. With 16-bit heads of 128
-that is 112 KiB of shared memory and 168 registers; a GPU with less than that (8.6, 8.9, 12.0 and
+that is 112 KiB of shared memory and 174 registers; a GPU with less than that (8.6, 8.9, 12.0 and
 generations that are not known) gets 2 stages, 80 KiB, and the same bits.
 """
 

@@ -36,7 +36,7 @@ from pallas_kernels._attention_tiles import (
     attention_config,
     segments_of,
 )
-from pallas_kernels._attention_xla import in_reach, paged_attention_xla
+from pallas_kernels._attention_xla import paged_attention_xla
 from pallas_kernels._launch import (
     MASK_VALUE,
     check_dtype,
@@ -372,24 +372,34 @@ def _attend(refs, lane, keys, visible, sizes: _Sizes) -> _Softmax:
     (row, head, column), mask = _tile_of(kv_head, tile, sizes)
     q = plgpu.load(q_ref.at[sequence, row, head, column], mask=mask, other=0.0)  # [M, D]
     block = sizes.config.block_s
-    row_pos = args_ref[sequence, 1].astype(jnp.int32) + row  # [M, 1]
+    row_pos = args_ref[sequence, 1].astype(jnp.int32) + row
+    low, high = _reach(row_pos, visible, sizes)  # [M, 1]
     precision = dot_precision(q.dtype)
 
     def step(i, carry):
         m, l, acc = carry
         key_pos = i * block + jnp.arange(block, dtype=jnp.int32)
-        page, offset, exists = _slots(table_ref, sequence, key_pos, i * block, visible, sizes)
+        exists = (key_pos >= visible[0]) & (key_pos < visible[1])
+        page = _pages(table_ref, sequence, key_pos, i * block, exists, sizes)
+        exists = exists & (page >= 0)
         is_read = exists[:, None] & (column < sizes.head_dim)  # [S, D]
-        at = (page, kv_head, offset, column)
+        offset = (key_pos % sizes.page_size)[:, None]
+        at = (jnp.maximum(page, 0)[..., *[None] * page.ndim], kv_head, offset, column)
         k = plgpu.load(k_ref.at[at], mask=is_read, other=0.0).astype(q.dtype)
         v = plgpu.load(v_ref.at[at], mask=is_read, other=0.0).astype(q.dtype)
         scores = plgpu.dot(q, k, trans_b=True, precision=precision) * (sizes.scale * _LOG2_E)
-        sees = exists[None] & in_reach(key_pos[None] - row_pos, sizes.is_causal, sizes.window)
+        # One comparison a score where a block lies within a page and there is no window: masks
+        # that are made of several took half of the loop's instructions.
+        sees = key_pos[None] < (high if page.ndim else jnp.where(page >= 0, high, 0))
+        if page.ndim:
+            sees &= exists[None]
+        if sizes.window is not None:
+            sees &= key_pos[None] >= low
         scores = jnp.where(sees, scores, MASK_VALUE)  # [M, S]
         m_new = jnp.maximum(m, jnp.ceil(jnp.max(scores, axis=1)))
         old = _power_of_2(m - m_new)
-        # The second mask is for rows that see nothing, where exp2(MASK_VALUE - m) is 1.
-        p = jnp.where(sees, jnp.exp2(scores - m_new[:, None]), 0.0)
+        # A row that sees nothing must not subtract MASK_VALUE from itself: exp2(0) is 1.
+        p = jnp.exp2(scores - jnp.where(m_new == MASK_VALUE, 0.0, m_new)[:, None])
         l = l * old + jnp.sum(p, axis=1)
         acc = acc * old[:, None] + plgpu.dot(p.astype(v.dtype), v, precision=precision)
         return _Softmax(m_new, l, acc)
@@ -399,21 +409,24 @@ def _attend(refs, lane, keys, visible, sizes: _Sizes) -> _Softmax:
     return _Softmax(*lax.fori_loop(first, end, step, _nothing_seen(sizes)))
 
 
-def _slots(table_ref, sequence, key_pos, first_key, visible, sizes: _Sizes):
-    """Return page and offset of a block of keys, [S, 1], and bool[S]: which are there to be seen.
+def _reach(row_pos, visible, sizes: _Sizes):
+    """Return the first key and one past the last that a row sees, in the shape of `row_pos`."""
+    low, high = jnp.broadcast_to(visible[0], row_pos.shape), visible[1]
+    if sizes.is_causal:
+        high = jnp.minimum(high, row_pos + 1)
+    elif sizes.window is not None:
+        high = jnp.minimum(high, row_pos + sizes.window)
+    if sizes.window is not None:
+        low = jnp.maximum(low, row_pos - (sizes.window - 1))
+    return low, jnp.broadcast_to(high, row_pos.shape)
 
-    A block that lies within a page needs one look into the table, and `page` is then a scalar.
-    """
-    exists = (key_pos >= visible[0]) & (key_pos < visible[1])
+
+def _pages(table_ref, sequence, key_pos, first_key, exists, sizes: _Sizes):
+    """Return the pages of a block of keys, -1 for none: i32[S], or i32[] for a block within one."""
     if sizes.page_size >= sizes.config.block_s:
-        page = table_ref[sequence, first_key // sizes.page_size]
-        exists = exists & (page >= 0)
-    else:
-        index = key_pos // sizes.page_size
-        page = plgpu.load(table_ref.at[sequence, index], mask=exists, other=-1)
-        exists = exists & (page >= 0)
-        page = page[:, None]
-    return jnp.maximum(page, 0), (key_pos % sizes.page_size)[:, None], exists
+        return table_ref[sequence, first_key // sizes.page_size]
+    index = key_pos // sizes.page_size
+    return plgpu.load(table_ref.at[sequence, index], mask=exists, other=-1)
 
 
 def _fold(old: _Softmax, new: _Softmax) -> _Softmax:
