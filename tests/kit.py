@@ -187,9 +187,13 @@ def sizes(
     )
 
 
-def standard(params: Params) -> Fixed:
-    """Three sequences of up to 1,040 tokens: what most tests of the loop share."""
-    return sizes(params, 3, max_context=1040, prefill_chunk=64)
+CONTEXT = 160
+UNKNOWN = np.zeros((3, CONTEXT + 1), np.int32)  # an oracle's tokens when there are none yet
+
+
+def standard(params: Params, max_context: int = CONTEXT) -> Fixed:
+    """Three sequences of up to 160 tokens: what most tests of the loop share."""
+    return sizes(params, 3, max_context=max_context, prefill_chunk=64)
 
 
 Carriers = tuple[dj.DecodeState, dj.Buffers, dj.DflashScratch]

@@ -20,7 +20,7 @@ def test_twenty_prompts_of_a_bucket_share_their_executables(kind):
     fixed = kit.standard(params)
     rng = np.random.default_rng(0)
     worn, compiled = None, None
-    for number, length in enumerate(np.linspace(1, 300, 20).astype(int)):
+    for number, length in enumerate(np.linspace(1, 120, 20).astype(int)):
         budgets = rng.integers(2, 40, 2)
         stops = tuple(rng.integers(0, 4, rng.integers(0, 3)).tolist())
         requests = [
@@ -37,13 +37,12 @@ def test_twenty_prompts_of_a_bucket_share_their_executables(kind):
 
 def test_every_kept_number_and_every_poison_share_one_executable():
     params = kit.pair().params
-    unknown = np.zeros((3, 1041), np.int32)
-    fixed = kit.standard(kit.oracle(params, unknown))
+    fixed = kit.standard(kit.oracle(params, kit.UNKNOWN))
     requests = [kit.Request(kit.prompt(n), 9) for n in (3, 4, 5)]
     before = loop.decode._cache_size()
     for poison in range(8):
         for keep in (0, 3, 7):
-            kit.run(kit.oracle(params, unknown, poison), fixed, requests, keep=keep)
+            kit.run(kit.oracle(params, kit.UNKNOWN, poison), fixed, requests, keep=keep)
     assert loop.decode._cache_size() - before <= 1  # none where another test has compiled it
 
 

@@ -31,7 +31,7 @@ def texts(requests, firsts):
 def test_a_block_after_any_prompt_equals_the_reference(kind, lengths):
     """Known fault A13: context at 0..n-1, the anchor at n, at every depth."""
     pair = kit.pair(kind=kind)
-    fixed = kit.standard(pair.params)
+    fixed = kit.standard(pair.params, max(kit.CONTEXT, lengths[0] + 40))
     requests = [kit.Request(kit.prompt(n), 20) for n in lengths]
     firsts, cycle = first_step(pair.params, fixed, requests)
     scratch = cycle.after[2]

@@ -38,10 +38,9 @@ def test_the_compiled_chunk_is_its_step_driven_by_a_python_loop(kind):
 
 def test_a_right_drafter_commits_whole_blocks_and_a_wrong_one_a_token_a_step():
     params = kit.pair().params
-    unknown = np.zeros((3, 1041), np.int32)
-    fixed = kit.standard(kit.oracle(params, unknown))
+    fixed = kit.standard(kit.oracle(params, kit.UNKNOWN))
     requests = [kit.Request(one.prompt, 1 + 24) for one in BATCH]
-    want = kit.plain(kit.oracle(params, unknown), fixed, requests)
+    want = kit.plain(kit.oracle(params, kit.UNKNOWN), fixed, requests)
     assert want.num_steps == 24
     always_right = kit.run(kit.oracle(params, kit.history(want)), fixed, requests)
     assert always_right.committed == [[8, 8, 8]] * 3 and always_right.num_steps == 3
@@ -54,8 +53,7 @@ def test_a_right_drafter_commits_whole_blocks_and_a_wrong_one_a_token_a_step():
 def test_whole_blocks_take_as_few_steps_as_they_can_and_lose_no_token(num_drafts):
     """Known fault A09: the bonus token of a fully accepted block, five blocks and a bit of them."""
     params = kit.pair(alphabet=kit.ANY_ID).params
-    unknown = np.zeros((3, 1041), np.int32)
-    oracle = kit.oracle(params, unknown, num_drafts=num_drafts)
+    oracle = kit.oracle(params, kit.UNKNOWN, num_drafts=num_drafts)
     fixed = kit.standard(oracle)
     rows = num_drafts + 1
     requests = [kit.Request(kit.prompt(n), 1 + 5 * rows + extra) for n, extra in enumerate(
@@ -97,10 +95,9 @@ def test_a_chunk_over_finished_sequences_runs_no_cycle():
 def test_no_token_is_lost_where_a_chunk_ends_at_any_phase(cycles):
     """Known fault B32. Blocks of every length straddle the chunks' edges."""
     params = kit.pair().params
-    unknown = np.zeros((3, 1041), np.int32)
-    fixed = kit.standard(kit.oracle(params, unknown))
+    fixed = kit.standard(kit.oracle(params, kit.UNKNOWN))
     requests = [kit.Request(one.prompt, 101) for one in BATCH]
-    want = kit.plain(kit.oracle(params, unknown), fixed, requests)
+    want = kit.plain(kit.oracle(params, kit.UNKNOWN), fixed, requests)
     options = loop.DecodeOptions(cycles=cycles, certify=True)
     size = loop.decode._cache_size()
     for poison in ([7, 7, 7], [0, 3, 6], [1, 4, 5]):

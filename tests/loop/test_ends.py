@@ -9,14 +9,13 @@ from tests import kit
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
 GAMMA = 7
-UNKNOWN = np.zeros((3, 1041), np.int32)
 LONG = 3 * (GAMMA + 1)
 
 
 def rollout(family, prompts):
     """The target, sizes for an oracle, and the plain continuation of three prompts."""
     params = kit.pair(family, alphabet=kit.ANY_ID).params
-    blind = kit.oracle(params, UNKNOWN)
+    blind = kit.oracle(params, kit.UNKNOWN)
     fixed = kit.standard(blind)
     want = kit.plain(blind, fixed, [kit.Request(one, LONG) for one in prompts])
     return params, fixed, want

@@ -43,15 +43,14 @@ OF_MTP = OF_THE_TOKENS | {"norm_buf", "logits"}
 def pairs():
     """Params of every drafter."""
     params = kit.pair(kind="dflash").params
-    known = np.zeros((3, 1041), np.int32)
-    inner = dj.oracle_drafter(known, num_drafts=7, inner=params.draft)
+    inner = dj.oracle_drafter(kit.UNKNOWN, num_drafts=7, inner=params.draft)
     return {
         "dflash": params,
         "dflash2": kit.pair(kind="dflash2").params,
         "dspark": kit.pair(kind="dspark").params,
         "mtp": kit.pair(kind="mtp", layers="one").params,
         "prompt_lookup": kit.lookup(params),
-        "oracle": kit.oracle(params, known),
+        "oracle": kit.oracle(params, kit.UNKNOWN),
         "oracle-with-inner": kit.with_rule(params, inner),
         "none": kit.with_rule(params, dj.no_drafter()),
     }
@@ -298,7 +297,7 @@ def head_scratch(pair, text):
 @pytest.mark.parametrize("kind", kit.KINDS)
 def test_one_step_fills_every_field_of_a_scratch_of_nan(kind):
     pair = kit.pair(kind=kind, layers="one" if kind == "mtp" else "mixed")
-    fixed = kit.sizes(pair.params, 3, max_context=1040, prefill_chunk=16)
+    fixed = kit.sizes(pair.params, 3, max_context=160, prefill_chunk=16)
     assert fixed.max_rows == fixed.num_rows  # so that a step fills the context rows whole
     requests = [kit.Request(kit.prompt(n), 20) for n in (3, 21, 40)]
     at = kit.carriers(pair.params, fixed, requests)
