@@ -201,6 +201,12 @@ class SamplingMode:
                 "sampling: a mode with samples_drafts and without is_random, wanted both: drafts "
                 "are drawn where tokens are"
             )
+        filters = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name)]
+        if filters and not self.is_random:
+            raise ValueError(
+                f"sampling: contradictory options, a mode with {', '.join(filters)} and without "
+                "is_random, which always takes the best token; wanted both or neither"
+            )
 
 
 def mode_of(requests: Sequence[SamplingOptions], *, samples_drafts: bool) -> SamplingMode | None:

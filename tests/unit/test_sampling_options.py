@@ -90,3 +90,10 @@ def test_a_top_k_above_every_vocabulary_keeps_all():
 def test_a_mode_that_draws_drafts_alone_is_refused():
     with pytest.raises(ValueError, match="samples_drafts and without is_random, wanted both"):
         SamplingMode(samples_drafts=True)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_a_mode_with_a_filter_and_nothing_to_filter_contradicts_itself(name):
+    with pytest.raises(ValueError, match=f"contradictory options, a mode with {name} and without"):
+        SamplingMode(**{name: True}, penalties=True)
+    assert getattr(SamplingMode(**{name: True}, is_random=True), name)
