@@ -289,6 +289,14 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         help="let DSpark draft among K base logits, approximate in drafting; 0 for all",
     )
     group.add_argument(
+        "--verify-widths",
+        type=_rows,
+        default=(),
+        metavar="1,2,4",
+        help="compile the target for so many rows a sequence too, and run each cycle in the "
+        "narrowest that holds its drafts; outside the bitwise law, for drafters that cut drafts",
+    )
+    group.add_argument(
         "--eos-ids", type=_ids, metavar="1,2", help="stop at these, not at the model's"
     )
     group.add_argument("--ignore-eos", action="store_true", help="decode until the budget is used")
@@ -361,6 +369,13 @@ def _page_size(text: str) -> int:
     if value < 4 or value & (value - 1):
         raise argparse.ArgumentTypeError(f"{value} is not a power of two from 4")
     return value
+
+
+def _rows(text: str) -> tuple[int, ...]:
+    rows = tuple(map(_integer, text.split(",")))
+    if min(rows) < 1:
+        raise argparse.ArgumentTypeError(f"{min(rows)} is below 1")
+    return rows
 
 
 def _ids(text: str) -> tuple[int, ...]:

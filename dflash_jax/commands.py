@@ -69,6 +69,10 @@ def _sentence(error: BaseException) -> str:
 def _decode(args: argparse.Namespace) -> int:
     if args.check and args.drafter == "none":
         raise UsageError("decode: --check compares drafting with plain decoding; --drafter is none")
+    if args.check and args.verify_widths:
+        raise UsageError(
+            "decode: --check compares bits, which --verify-widths lets differ; wanted one of them"
+        )
     with _fitting():
         asked = sampling_arguments.options(args)
     pair = models.load(args)
@@ -95,6 +99,7 @@ def _decode(args: argparse.Namespace) -> int:
         "certify": args.check,
         "draft_sampling": args.draft_sampling,
         "markov_top_k": args.markov_top_k,
+        "verify_widths": args.verify_widths,
     }
     # Settled here, so that a second run of the same prompts draws the same.
     requests = [with_seed(asked) for _ in prompts]

@@ -35,6 +35,7 @@ _STATIC = (
     "impl",
     "certify",
     "markov_top_k",
+    "verify_widths",
 )  # arguments of `generate` that are DecodeOptions
 _FINISH_REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.CONTEXT: "context"}
 
@@ -73,6 +74,7 @@ def generate(
     sampling: Sampling = None,
     draft_sampling: bool | None = None,
     markov_top_k: int = 0,
+    verify_widths: Sequence[int] = (),
     certify: bool = False,
     cycles: int = 8,
     impl: str = "auto",
@@ -90,8 +92,8 @@ def generate(
       batch: sequences decoded together; with fewer prompts the rest of a batch stays empty.
       num_drafts: drafts a cycle; by default what the drafter was made for.
       page_size: tokens a KV page.
-      max_context: tokens of the longest sequence; by default what the prompts need, rounded up to a
-        power of two, so that prompts of a bucket share an executable.
+      max_context: most tokens of a sequence, prompt and answer; by default what the prompts need,
+        rounded up to a power of two, so that prompts of a bucket share an executable.
       eos_ids: tokens that end an answer; an empty list ignores the tokenizer's.
       plain: keep no draft: the same executable, one token a cycle.
       sampling: how tokens are picked, one SamplingOptions for all or one each; by default greedily.
@@ -101,6 +103,11 @@ def generate(
         without it they are, for one seed, those of `plain`.
       markov_top_k: let DSpark draft among so many best base logits of a row: quicker, and other
         drafts; the answers stay the target's. 0: among all.
+      verify_widths: compile the target for so many rows a sequence too, ascending, and let each
+        cycle take the narrowest that holds the anchor and kept drafts of every sequence of its
+        batch. For drafters that cut their drafts (a confidence policy, prompt lookup). Faster, and
+        outside the bitwise law: another width may round a near tie of the target the other way, so
+        it cannot be certified; the law of the answers is the same.
       certify: hash each row's logits.
       cycles: cycles a dispatch to the device.
       impl: which form of each kernel.
@@ -130,7 +137,13 @@ def generate(
         plain=plain,
         sampling=sampling,
         draft_sampling=draft_sampling,
-        options=DecodeOptions(cycles=cycles, impl=impl, certify=certify, markov_top_k=markov_top_k),
+        options=DecodeOptions(
+            cycles=cycles,
+            impl=impl,
+            certify=certify,
+            markov_top_k=markov_top_k,
+            verify_widths=verify_widths,
+        ),
         progress=progress,
     )
     with closing(run(job)) as sequences:
@@ -279,6 +292,7 @@ def _generation(job: Job, one: Tracked) -> Generation:
         "committed": np.zeros(0, np.int32),
         "proposed": np.zeros(0, np.int32),
         "drafted": np.zeros((0, job.fixed.num_drafts), np.int32),
+        "widths": np.zeros(0, np.int32),
     }
     joined = {
         name: np.concatenate([none, *(c[name] for c in one.cycles)]) for name, none in empty.items()
@@ -291,6 +305,7 @@ def _generation(job: Job, one: Tracked) -> Generation:
         finish_reasons=(reason,),
         prompt_tokens=(len(one.prompt),),
         ttft_seconds=(one.ttft,) if one.ids else (),
+        queue_seconds=(one.queued,) if one.ids else (),
         decode_seconds=one.decode_seconds,
         compile_seconds=job.report.compile_seconds if one.index == 0 else 0.0,
         settings=_settings(job),
@@ -321,6 +336,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "page_size": job.fixed.page_size,
         "capacity": job.fixed.capacity,
         "verify_rows": job.fixed.verify_rows,
+        "verify_widths": list(job.options.widths(job.fixed)),
         "cycles_a_dispatch": job.options.cycles,
         "impl": job.options.impl,
         "plain": job.plain,

@@ -62,10 +62,11 @@ def sizes_for(
 
 @dataclass(slots=True)
 class Report:
-    """What compiling left behind."""
+    """What compiling left behind, and when it was done."""
 
     compile_seconds: float = 0.0
     executable: str | None = None  # fingerprint of prefill and decode, if certified
+    arrival: float = 0.0  # when all of it was compiled, from where waiting counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +129,7 @@ def prepare(
         Tracked(
             index,
             _prompt_ids(prompt, tokenizer, f"prompt {index}", target.real_vocab, limit),
-            min(budget, limit + 1),  # more than the context holds, and it fits the device's i32
+            min(budget, limit),  # more than the context holds, and it fits the device's i32
             StreamDecoder(tokenizer) if tokenizer is not None else None,
             request,
             batch_index=index // batch,
@@ -148,6 +149,8 @@ def prepare(
             page_size=page_size,
             max_context=context_for(longest, target) if max_context is None else max_context,
         )
+        _check_widths(params, options, plain)
+    options.widths(fixed)
     if eos_ids is None:
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
     elif isinstance(eos_ids, str) or np.ndim(eos_ids) != 1:
@@ -200,9 +203,19 @@ def _samples_drafts(
             f"generate: draft_sampling is True, but drafter {params.draft.config.kind!r} has no "
             "distribution to draw from"
         )
-    if wanted and not any(one.is_random for one in requests):
-        raise ValueError("generate: draft_sampling is True, but no temperature is above 0")
+    if wanted is not None and not any(one.is_random for one in requests):
+        raise ValueError(f"generate: draft_sampling is {wanted}, but no temperature is above 0")
     return bool(default if wanted is None else wanted)
+
+
+def _check_widths(params: Params, options: DecodeOptions, plain: bool) -> None:
+    """Refuse narrower widths where every cycle but the last would run in the full one."""
+    if options.verify_widths and not plain and not drafters.cuts_drafts(params.draft):
+        raise ValueError(
+            f"generate: verify_widths are {list(options.verify_widths)}, but the "
+            f"{params.draft.config.kind} drafter always proposes every draft, wanted one that cuts "
+            "them: DSpark with a confidence policy, or prompt_lookup"
+        )
 
 
 def _check_mode(needed: SamplingMode | None, given: SamplingMode | None) -> None:
@@ -260,8 +273,11 @@ def _prompt_ids(
         raise ValueError(
             f"generate: {who} has token id {outside[0]}, outside the vocabulary of {vocab}"
         )
-    if ids.size > limit:
-        raise ValueError(f"generate: {who} has {ids.size} tokens, the context holds {limit}")
+    if ids.size >= limit:
+        raise ValueError(
+            f"generate: {who} has {ids.size} tokens, wanted at most {limit - 1}: the context holds "
+            f"{limit}, the answer's included"
+        )
     return ids.astype(np.int32)
 
 

@@ -59,6 +59,7 @@ class ChunkOutput(NamedTuple):
     num_cycles: jax.Array  # i32[]
     status: jax.Array  # i32[B] after the chunk
     draft_faults: jax.Array | None = None  # bool[B] the drafter's numbers were not finite some time
+    widths: jax.Array | None = None  # i32[cycles] rows a sequence that the target ran, if chosen
 
 
 # Donated, and kept where a call only overwrites them: an argument that jit drops as unread is not
@@ -357,6 +358,7 @@ def _empty_chunk(fixed: Fixed, options: DecodeOptions) -> ChunkOutput:
         else None,
         num_cycles=jnp.zeros((), jnp.int32),
         status=jnp.zeros((fixed.batch,), jnp.int32),
+        widths=jnp.zeros((options.cycles,), jnp.int32) if options.verify_widths else None,
     )
 
 
@@ -378,6 +380,7 @@ def _append(out: ChunkOutput, record: StepOutput) -> ChunkOutput:
         logprobs=put(out.logprobs, verification.logprobs),
         num_cycles=i + 1,
         status=out.status,
+        widths=put(out.widths, verification.width),
     )
 
 

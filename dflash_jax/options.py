@@ -1,8 +1,11 @@
 """`DecodeOptions`: static choices of a decode that are not shapes of carriers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_jax.fixed import Fixed
 from dflash_jax.sampling import SamplingMode
+from dflash_jax.shapes import check_integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +16,10 @@ class DecodeOptions:
     sampling: what can be asked beyond the best token; None compiles greedy decoding alone.
     markov_top_k: DSpark drafts among so many best base logits of a row, approximate in drafting
       and never in the text; 0: among all.
+    verify_widths: rows a sequence, below `Fixed.verify_rows` and ascending, that the target is
+      compiled for as well; a cycle takes the narrowest that holds what every sequence verifies.
+      This is outside the bitwise law: the same rows may round differently in another width, so a
+      near tie of the target may fall the other way. The law of the answers is the same.
     """
 
     cycles: int = 8
@@ -20,3 +27,31 @@ class DecodeOptions:
     certify: bool = False
     sampling: SamplingMode | None = None
     markov_top_k: int = 0
+    verify_widths: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        widths = self.verify_widths
+        if isinstance(widths, str) or not isinstance(widths, Sequence):
+            raise TypeError(f"verify_widths are {widths!r}, wanted a list of integers")
+        for width in widths:
+            check_integers("verify_widths", width=width)
+        object.__setattr__(self, "verify_widths", tuple(map(int, widths)))  # hashable
+        if widths and self.certify:
+            raise ValueError(
+                f"verify_widths are {list(widths)} and certify is True, wanted one of them: bits "
+                "are certified in one width"
+            )
+
+    def widths(self, fixed: Fixed) -> tuple[int, ...]:
+        """Rows a sequence of each compiled verification, ascending; the last one is the full width.
+
+        Raises:
+          ValueError: `verify_widths` that are not ascending, or not below the full width.
+        """
+        given, full = self.verify_widths, fixed.verify_rows
+        if any(not 1 <= width < full for width in given) or list(given) != sorted(set(given)):
+            raise ValueError(
+                f"verify_widths are {list(given)}, wanted ascending numbers from 1 to {full - 1}: "
+                f"a full step of {fixed.num_drafts} drafts has {full} rows"
+            )
+        return (*given, full)

@@ -44,6 +44,7 @@ def run(job: Job) -> Generator[Tracked, None, None]:
         return
     carriers = fresh_carriers(job)
     _compile(job, working, carriers)
+    job.report.arrival = time.perf_counter()
     for start in range(0, len(working), job.fixed.batch):
         members = working[start : start + job.fixed.batch]
         for one in members:
@@ -126,7 +127,8 @@ def _load_batch(
     for row, one in enumerate(members):
         length = min(len(one.prompt) + one.budget, job.max_context)
         pages.append(allocator.alloc(pages_for(length, fixed.page_size)))
-        limits[row] = min(len(pages[-1]) * fixed.page_size, job.max_context)
+        # The last token never goes through the target, so its K/V needs no place.
+        limits[row] = min(len(pages[-1]) * fixed.page_size, job.max_context - 1)
         budgets[row] = one.budget
     empty = [np.zeros(0, np.int32)] * (fixed.batch - len(members))
     table = block_table([*pages, *empty], fixed.capacity // fixed.page_size)
@@ -159,8 +161,13 @@ def _run_batch(
     firsts, carriers = prefill_batch(job, members, carriers)
     under_way: Any = firsts
     try:
+        free = job.report.arrival  # when the device was done with the prompt before
         for one, first in zip(members, firsts, strict=True):
-            _record_first(job, one, jax.device_get(first))
+            first = jax.device_get(first)
+            one.queued = max(one.started, free) - job.report.arrival
+            free = time.perf_counter()
+            one.ttft = free - job.report.arrival
+            _record_first(one, first)
             yield one
         start = time.perf_counter()
         launched = None
@@ -232,8 +239,7 @@ def _start_copy(arrays):
     return arrays
 
 
-def _record_first(job: Job, one: Tracked, first: loop.FirstToken) -> None:
-    one.ttft = time.perf_counter() - one.started
+def _record_first(one: Tracked, first: loop.FirstToken) -> None:
     one.ids.append(int(first.token))
     if first.logits_hash is not None:
         one.hashes.append(int(first.logits_hash))
@@ -272,6 +278,7 @@ def _record_chunk(
 
 def _cycle_records(out: loop.ChunkOutput, ran: np.ndarray, row: int) -> dict[str, np.ndarray]:
     committed = np.asarray(out.num_committed[ran, row])
+    full = np.full(len(ran), out.tokens.shape[2], np.int32)
     proposed, drafts = np.asarray(out.num_proposed[ran, row]), np.asarray(out.drafts[ran, row])
     return {
         # Behind a stop token or the end of a budget accepted drafts are dropped: not counted.
@@ -279,6 +286,7 @@ def _cycle_records(out: loop.ChunkOutput, ran: np.ndarray, row: int) -> dict[str
         "committed": committed,
         "proposed": proposed,
         "drafted": np.where(np.arange(drafts.shape[1]) < proposed[:, None], drafts, -1),
+        "widths": full if out.widths is None else np.asarray(out.widths[ran]),
     }
 
 

@@ -19,7 +19,9 @@ DEFINITIONS = {
     "draft_acceptance_rate": "drafts accepted / drafts proposed",
     "accepted_per_cycle": "drafts accepted a cycle, bonus token not counted, mean over cycles",
     "tokens_per_second": "tokens after each sequence's first / seconds of decoding, no compile",
-    "ttft_seconds": "from the start of a sequence's prefill to its first token, no compile",
+    "ttft_seconds": "from the call to a sequence's first token, waiting included, no compile",
+    "queue_seconds": "of that, until the device began with the sequence's prompt",
+    "rows_per_cycle": "rows a sequence that the target ran a cycle, anchor included, mean",
     "cumulative": "cycles that accepted drafts 1..j / cycles that proposed draft j",
     "conditional": "cycles that accepted drafts 1..j / cycles that proposed j and accepted 1..j-1",
 }
@@ -41,12 +43,14 @@ class Stats:
     num_tokens: tuple[int, ...]  # S tokens given out, the first one included
     finish_reasons: tuple[str, ...]  # S of "stop", "length", "context"
     prompt_tokens: tuple[int, ...]
-    ttft_seconds: tuple[float, ...]
+    ttft_seconds: tuple[float, ...]  # from the call, compiled, as servers count it from arrival
     decode_seconds: float  # wall time of all cycles; batched sequences share it
     compile_seconds: float = 0.0
     settings: dict[str, Any] = field(
         default_factory=dict
     )  # device, dtype, batch ...: for the record
+    queue_seconds: tuple[float, ...] = ()  # part of ttft_seconds before the own prefill began
+    widths: tuple[np.ndarray, ...] = ()  # S x i32[cycles] rows a sequence that the target ran
 
     @property
     def num_cycles(self) -> int:
@@ -68,6 +72,11 @@ class Stats:
         proposed = sum(int(counts.sum()) for counts in self.proposed)
         accepted = sum(int(counts.sum()) for counts in self.accepted)
         return accepted / proposed if proposed else float("nan")
+
+    @property
+    def rows_per_cycle(self) -> float:
+        """Mean rows a sequence that the target ran a cycle; NaN before the first cycle."""
+        return _mean(self.widths)
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,7 +121,7 @@ class Stats:
     def rows(self) -> list[tuple[str, str, str]]:
         """The table: (name, value, definition) a row, in the order in which they are read."""
         tokens, answers = sum(self.num_tokens), len(self.num_tokens)
-        ttft = float(np.mean(self.ttft_seconds)) if self.ttft_seconds else float("nan")
+        ttft, queue = _mean_of(self.ttft_seconds), _mean_of(self.queue_seconds)
         rows = [
             (
                 "tokens",
@@ -122,11 +131,16 @@ class Stats:
             ("finished by", ", ".join(sorted(set(self.finish_reasons))) or "-", ""),
             ("tokens/s", _number(self.tokens_per_second, 1), DEFINITIONS["tokens_per_second"]),
             ("first token", _number(ttft, 3, "s"), DEFINITIONS["ttft_seconds"]),
+            ("waiting", _number(queue, 3, "s"), DEFINITIONS["queue_seconds"]),
             ("decoding", _number(self.decode_seconds, 3, "s"), "all cycles"),
             ("compiling", _number(self.compile_seconds, 3, "s"), "not in any other time"),
         ]
         if not self.num_drafts:
             return rows
+        if len(self.settings.get("verify_widths", ())) > 1:
+            rows.append(
+                ("rows verified", _number(self.rows_per_cycle, 2), DEFINITIONS["rows_per_cycle"])
+            )
         _, cumulative = self.acceptance_by_position()
         return rows + [
             ("tau", _number(self.tau, 2), DEFINITIONS["tau"]),
@@ -181,6 +195,8 @@ class Stats:
             "accepted": [counts.tolist() for counts in self.accepted],
             "tokens_per_second": _json(self.tokens_per_second),
             "ttft_seconds": [_json(x) for x in self.ttft_seconds],
+            "queue_seconds": [_json(x) for x in self.queue_seconds],
+            "rows_per_cycle": _json(self.rows_per_cycle),
             "decode_seconds": _json(self.decode_seconds),
             "compile_seconds": _json(self.compile_seconds),
             "warning": self.warning,
@@ -241,6 +257,8 @@ _PER_SEQUENCE = (
     "finish_reasons",
     "prompt_tokens",
     "ttft_seconds",
+    "queue_seconds",
+    "widths",
 )
 
 
@@ -251,6 +269,10 @@ def _joined(counts: Sequence[np.ndarray]) -> np.ndarray:
 def _mean(counts: Sequence[np.ndarray]) -> float:
     joined = _joined(counts)
     return float(joined.mean()) if joined.size else float("nan")
+
+
+def _mean_of(seconds: Sequence[float]) -> float:
+    return float(np.mean(seconds)) if seconds else float("nan")
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:

@@ -29,7 +29,8 @@ class Tracked:
     hashes: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cycles: list[dict[str, np.ndarray]] = field(default_factory=list)  # records, one a chunk
-    started: float = 0.0
+    started: float = 0.0  # when its prefill was given to the device
+    queued: float = float("nan")  # seconds until the device began with it
     ttft: float = float("nan")
     decode_seconds: float = 0.0
     text: str = ""

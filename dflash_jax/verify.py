@@ -1,5 +1,12 @@
-"""Verification: the target's rows against the drafts (spec/verify.md §2)."""
+"""Verification: the target's rows against the drafts (spec/verify.md §2).
 
+By default every step runs in one width and rows beyond the cut are masked, which is what makes a
+drafted and a plain decode equal to the bit. With `DecodeOptions.verify_widths` the target, its head
+and the acceptance run in the narrowest of several widths; what comes back has the full one.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -39,6 +46,7 @@ class Verification(NamedTuple):
     hidden: jax.Array  # [N, E] of all rows
     hashes: jax.Array | None  # u32[B, R] of each row's logits, if certified
     logprobs: jax.Array | None  # f32[B, R] of `committed` under the model itself, if asked for
+    width: jax.Array | None = None  # i32[] rows a sequence that ran, if there was a choice
 
 
 def verify(
@@ -59,37 +67,77 @@ def verify(
       num_rows: i32[B] rows the step may take: anchor and kept drafts, 0 for a finished sequence.
       state: DecodeState.
       buffers: donated; target pools, `logits`, `verify_batch_tokens` and the step arrays change.
-      options: `certify` also hashes each row's logits; `sampling` as in `state.sampling`.
+      options: `certify` also hashes each row's logits; `sampling` as in `state.sampling`;
+        `verify_widths` are the narrower widths to choose from.
+
+    Raises:
+      ValueError: states or widths that `fixed` has no room for.
     """
     check_gdn_state("verify", buffers.gdn, buffers.verify_wy_tables, fixed)
+    widths = options.widths(fixed)
     rows = jnp.minimum(num_rows, proposal.num_proposed + 1)
+    static = {"fixed": fixed, "options": options}
+    if len(widths) == 1:
+        return _verify_rows(params, proposal, rows, state, buffers, width=widths[0], **static)
+    table = jnp.asarray(widths, jnp.int32)
+    index = jnp.sum(jnp.max(rows) > table[:-1], dtype=jnp.int32)
+    forms = [partial(_verify_rows, width=width, **static) for width in widths]
+    found, buffers = lax.switch(index, forms, params, proposal, rows, state, buffers)
+    return found._replace(width=table[index]), buffers
+
+
+def _verify_rows(
+    params: Params,
+    proposal: Proposal,
+    rows: jax.Array,
+    state: DecodeState,
+    buffers: Buffers,
+    *,
+    width: int,
+    fixed: Fixed,
+    options: DecodeOptions,
+) -> tuple[Verification, Buffers]:
+    """Verify i32[B] `rows` in a call of `width` a sequence; the results have the full width."""
     meta = rows_metadata(
         state.seq_lens, rows, buffers.meta.block_table, fixed.verify_rows, fixed.page_size
     )
-    tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, R]
+    own = meta
+    if width < fixed.verify_rows:
+        table = buffers.meta.block_table
+        own = rows_metadata(state.seq_lens, rows, table, width, fixed.page_size)
+        proposal = _leading_drafts(proposal, width - 1)
+    spread = partial(_spread, batch=fixed.batch, rows=fixed.verify_rows)
+    tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, width]
     hidden, features, buffers = target_rows(
         params,
         tokens.reshape(-1),
-        meta,
+        own,
         indirect_args(state.seq_lens, rows),
         buffers,
         slots=buffers.verify_wy_tables,
+        spread=spread,
         impl=options.impl,
     )
     logits = logits_of(hidden, params.target.lm_head, impl=options.impl)  # f32[N, V]
     vocab = params.target.config.real_vocab
     greedy = pk.greedy_rows(logits, vocab=vocab, with_hashes=options.certify, impl=options.impl)
     committed, num_accepted = _choose(logits, proposal, rows, state, vocab, best=greedy.ids)
-    buffers = buffers.replace(meta=meta, logits=logits, verify_batch_tokens=committed.reshape(-1))
     is_finite = greedy.is_finite.reshape(committed.shape)
     num_committed, status = _cut(
         committed, is_finite, jnp.where(rows > 0, num_accepted + 1, 0), state
     )
-    hashes = None if greedy.hashes is None else greedy.hashes.reshape(committed.shape)
+
+    def wide(x: jax.Array) -> jax.Array:
+        """[B, R] of what each row that ran has."""
+        return spread(x.reshape(-1)).reshape(fixed.batch, fixed.verify_rows)
+
     logprobs = None
     if options.sampling is not None and options.sampling.logprobs:
-        logprobs = token_logprobs(logits, committed.reshape(-1), vocab=vocab)
-        logprobs = logprobs.reshape(committed.shape)
+        logprobs = wide(token_logprobs(logits, committed.reshape(-1), vocab=vocab))
+    committed = wide(committed)
+    buffers = buffers.replace(
+        meta=meta, logits=spread(logits), verify_batch_tokens=committed.reshape(-1)
+    )
     return (
         Verification(
             committed=committed,
@@ -97,14 +145,30 @@ def verify(
             num_committed=num_committed,
             num_rows=rows,
             status=status,
-            tokens=tokens,
-            features=features,
-            hidden=hidden,
-            hashes=hashes,
+            tokens=wide(tokens),
+            features=spread(features),
+            hidden=spread(hidden),
+            hashes=None if greedy.hashes is None else wide(greedy.hashes),
             logprobs=logprobs,
         ),
         buffers,
     )
+
+
+def _leading_drafts(proposal: Proposal, count: int) -> Proposal:
+    """The first `count` drafts, all that any sequence verifies."""
+    q = jax.tree.map(lambda x: x[:, :count], proposal.q)
+    return proposal._replace(tokens=proposal.tokens[:, :count], q=q)
+
+
+def _spread(x: jax.Array, *, batch: int, rows: int) -> jax.Array:
+    """[B * width, ...] rows as they ran, where they lie among [B * rows, ...]; zeros elsewhere."""
+    width = x.shape[0] // batch
+    if width == rows:
+        return x
+    apart = x.reshape(batch, width, *x.shape[1:])
+    padded = jnp.pad(apart, [(0, 0), (0, rows - width)] + [(0, 0)] * (x.ndim - 1))
+    return padded.reshape(batch * rows, *x.shape[1:])
 
 
 def _choose(
@@ -124,7 +188,7 @@ def _choose(
     given, logits = logits, processed_logits(logits, drafts, sampling)
     best = best if logits is given else None
     positions = positions_behind(state.seq_lens, drafts.shape[1] + 1)
-    if q is None:
+    if q is None or not drafts.shape[1]:  # without a draft there is nothing to accept
         choice = target_choice(logits, sampling, positions, vocab=vocab, best=best)
         return choice, leading(drafts == choice[:, :-1], rows)
     assert sampling is not None and sampling.keys is not None  # nothing else samples drafts
@@ -147,11 +211,13 @@ def target_rows(
     *,
     slots: jax.Array | None,
     is_prefill: bool = False,
+    spread: Callable[[jax.Array], jax.Array] = lambda rows: rows,
     impl: str,
 ) -> tuple[jax.Array, jax.Array, Buffers]:
     """Run i32[N] tokens through the target: hidden rows [N, E], features [N, M*E], buffers.
 
-    `slots` i32[B] and `is_prefill` as in `targets.forward`.
+    `slots` i32[B] and `is_prefill` as in `targets.forward`; `spread` puts rows where the buffers
+    have them.
     """
     out = targets.forward(
         params.target,
@@ -166,7 +232,7 @@ def target_rows(
     )
 
     def lead(field: jax.Array, rows: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(field, rows, 0, axis=0)
+        return lax.dynamic_update_slice_in_dim(field, spread(rows), 0, axis=0)
 
     buffers = out.buffers.replace(
         hidden=lead(buffers.hidden, out.hidden),

@@ -17,7 +17,7 @@ from dflash_jax.drafters.prompt_lookup import prompt_lookup_drafter
 from dflash_jax.drafters.proposal import CommittedRows, Proposal
 from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.options import DecodeOptions
-from dflash_jax.params import DrafterParams, Params, RuleParams
+from dflash_jax.params import DrafterParams, DraftParams, Params, RuleParams
 from pallas_kernels import CANDIDATES
 
 __all__ = [
@@ -77,6 +77,12 @@ _DRAWS_BY_DEFAULT = {"dflash": False, "dflash2": True, "dspark": True, "mtp": Fa
 def draws_drafts(config: DrafterConfig) -> bool | None:
     """Whether a drafter draws its drafts by default; None if it has no distribution."""
     return _DRAWS_BY_DEFAULT.get(config.kind)
+
+
+def cuts_drafts(draft: DrafterParams) -> bool:
+    """Whether a drafter proposes less than a full block of its own accord."""
+    has_policy = isinstance(draft, DraftParams) and draft.policy is not None
+    return has_policy or draft.config.kind == "prompt_lookup"
 
 
 def check_options(config: DrafterConfig, options: DecodeOptions) -> None:

@@ -126,6 +126,9 @@ def _step_rows(
     target = _written(rows, carried)
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        if value.shape[1] < field.shape[1]:  # fewer rows than a full step; those behind stay unread
+            columns = field.at[target, : value.shape[1]]
+            return columns.set(value, mode="drop", unique_indices=True)
         return field.at[target].set(value, mode="drop", unique_indices=True)
 
     carried = carried.replace(

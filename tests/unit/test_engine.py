@@ -119,21 +119,37 @@ def test_a_stop_token_is_not_in_the_text_even_if_it_is_an_ordinary_token(params,
 
 def test_a_budget_beyond_every_integer_of_the_device_ends_at_the_context(params):
     (got,) = dj.generate(params, kit.prompt(90, seed=1), max_new_tokens=10**11, **SHARED)
-    assert got.finish_reason == "context" and len(got.ids) == 7
+    assert got.finish_reason == "context" and len(got.ids) == 6
 
 
-def test_the_context_ends_an_answer(params, answers):
-    shorter = {**SHARED, "max_context": 95}  # as many pages, so the same executables
-    long = kit.prompt(16, seed=9)
-    (got,) = dj.generate(params, long, max_new_tokens=400, **shorter)
-    assert got.finish_reason == "context" and len(got.ids) == 95 - 16 + 1
-    assert got.ids[:40] == answers[4].ids
+@pytest.mark.parametrize("context", [96, 95])  # as many pages, so the same executables
+@pytest.mark.parametrize("plain", [False, True], ids=["drafted", "plain"])
+def test_the_context_holds_prompt_and_answer_and_ends_it(params, answers, context, plain):
+    """max_context counts every token, the last one too, whose K/V is never needed."""
+    where = {**SHARED, "max_context": context, "plain": plain}
+    prompts = [PROMPTS[4], kit.prompt(context - 1, seed=1)]
+    longest, shortest = dj.generate(params, prompts, max_new_tokens=400, **where)
+    assert longest.finish_reason == shortest.finish_reason == "context"
+    assert [len(longest.ids), len(shortest.ids)] == [context - 16, 1]
+    assert longest.ids[:40] == answers[4].ids
+    (whole,) = dj.generate(params, PROMPTS[4], max_new_tokens=context - 16, **where)
+    assert whole.finish_reason == "length" and whole.ids == longest.ids
 
 
-def test_a_prompt_that_fills_the_context_still_gets_a_token(params):
-    full = kit.prompt(96, seed=1)
-    (got,) = dj.generate(params, full, max_new_tokens=5, **SHARED)
-    assert len(got.ids) == 1 and got.finish_reason == "context"
+def test_the_first_token_of_a_prompt_that_waits_counts_from_the_call(answers):
+    first, later = answers[0].stats, answers[2].stats  # of the second batch
+    (ttft,), (queue,) = later.ttft_seconds, later.queue_seconds
+    # It began when the first batch had been decoded to its end.
+    assert first.ttft_seconds[0] + first.decode_seconds <= queue < ttft
+    both = engine.summary(answers)
+    assert both.queue_seconds[2] == queue and both.as_dict()["queue_seconds"][2] > 0
+    assert "waiting" in str(both)
+
+
+def test_the_second_row_of_a_batch_waits_for_the_firsts_prompt(answers):
+    first, second = (one.stats for one in answers[:2])
+    assert first.queue_seconds[0] < first.ttft_seconds[0] <= second.queue_seconds[0]
+    assert second.queue_seconds[0] < second.ttft_seconds[0]
 
 
 def test_prompts_of_a_bucket_share_one_executable(params, answers):
@@ -238,7 +254,7 @@ def test_logits_that_are_not_finite_are_one_readable_error(params):
         ([[1, -1]], {}, ValueError, "token id -1"),
         ([[1.5]], {}, TypeError, "wanted text or a list of token ids"),
         ("text", {}, ValueError, "no tokenizer was given"),
-        ([1] * 97, {}, ValueError, "has 97 tokens, the context holds 96"),
+        ([1] * 96, {}, ValueError, "has 96 tokens, wanted at most 95: the context holds 96"),
         ([1], {"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
         ([1], {"max_new_tokens": 2.5}, TypeError, "max_new_tokens"),
         ([1], {"max_new_tokens": [1, 2]}, ValueError, "2 max_new_tokens for 1 prompts"),
@@ -263,6 +279,10 @@ def test_logits_that_are_not_finite_are_one_readable_error(params):
         ([1], {"eos_ids": [307]}, ValueError, "eos id 307 is outside"),
         ([1], {"eos_ids": range(17)}, ValueError, "17 eos_ids"),
         ([1], {"on_text": print}, ValueError, "on_text needs a tokenizer"),
+        ([1], {"draft_sampling": False}, ValueError, "draft_sampling is False, but no temperature"),
+        ([1], {"verify_widths": (1,)}, ValueError, r"are \[1\] and certify is True, wanted one"),
+        ([1], {"verify_widths": 2}, TypeError, "verify_widths are 2, wanted a list of integers"),
+        ([1], {"verify_widths": [1.5]}, TypeError, "width is 1.5, wanted an integer"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict | str) else "",
 )
@@ -301,7 +321,7 @@ def test_carriers_by_hand_decode_to_the_same_answer(params, answers):
         ({"dtype": "bfloat16"}, [[1]], {}, "planned for another pair: it has 2 pools of bfloat16"),
         ({}, [[1], [2], [3]], {}, "3 prompts for a batch of 2"),
         ({}, [[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({}, [[1] * 97], {}, "has 97 tokens, the context holds 96"),
+        ({}, [[1] * 96], {}, "has 96 tokens, wanted at most 95: the context holds 96"),
     ],
     ids=["dtype", "batch", "budget", "context"],
 )

@@ -185,6 +185,21 @@ def test_the_compiled_verification_gives_the_targets_joint_distribution(form, ha
     np.testing.assert_allclose(joint(outcomes), direct(), atol=1e-13)
 
 
+@forms
+def test_a_verification_of_fewer_rows_gives_what_the_full_one_gives(form):
+    """Cycles whose kept drafts fit into a narrower call: the law is the one shown above."""
+    every = point_mass_draws(True) if form == "point" else drawn_drafts(form, True)
+    for drafts in range(DRAFTS):
+        fitting = [(case, noise) for case, noise, *_ in every if case.kept <= drafts]
+        assert len({case.kept for case, _ in fitting}) == drafts + 1
+        cases, noises = zip(*fitting, strict=True)
+        count, committed = verified(form, cases, noises)
+        narrow_count, narrow = verified(form, cases, noises, drafts=drafts)
+        np.testing.assert_array_equal(narrow_count[: len(cases)], count[: len(cases)])
+        for i in range(len(cases)):
+            assert narrow[i, : count[i] + 1].tolist() == committed[i, : count[i] + 1].tolist()
+
+
 def shares(p):
     """(token, middle of its share of a draw) of every token that has one."""
     ends = np.cumsum(p)
@@ -227,10 +242,10 @@ def point_mass_draws(has_cuts):
     return found
 
 
-def verified(form, every, noise):
-    """num_accepted and committed tokens of `verify` for a batch of cases."""
+def verified(form, every, noise, drafts=DRAFTS):
+    """num_accepted and committed tokens of `verify` for a batch of cases, by `drafts` a call."""
     size = -(-len(every) // 2048) * 2048  # few shapes to compile
-    drafts = np.zeros((size, DRAFTS), np.int32)
+    tokens = np.zeros((size, DRAFTS), np.int32)
     logits = np.zeros((size, DRAFTS + 1, VOCAB), np.float32)
     uniforms = {
         purpose: np.full((size, DRAFTS + (purpose != Purpose.ACCEPT)), 0.5, np.float32)
@@ -241,7 +256,7 @@ def verified(form, every, noise):
     ids = np.zeros((size, DRAFTS, CANDIDATES), np.int32)
     probs = np.zeros((size, DRAFTS, CANDIDATES), np.float32)
     for i, (case, own) in enumerate(zip(every, noise, strict=True)):
-        drafts[i], rows[i] = case.drafts, case.kept + 1
+        tokens[i], rows[i] = case.drafts, case.kept + 1
         for j in range(DRAFTS + 1):
             logits[i, j] = logits_after(case.prefix + case.drafts[:j])
         for purpose, values in own.items():
@@ -253,8 +268,9 @@ def verified(form, every, noise):
             elif form == "full":
                 dense[i, j] = q
     q = {"point": None, "sparse": SparseQ(ids, probs), "full": dense}[form]
-    proposal = Proposal(drafts, rows - 1, q)
-    committed, count = _choose(logits.reshape(-1, VOCAB), proposal, rows, uniforms)
+    proposal = verify._leading_drafts(Proposal(tokens, rows - 1, q), drafts)
+    logits = logits[:, : drafts + 1].reshape(-1, VOCAB)
+    committed, count = _choose(logits, proposal, rows, uniforms)
     return np.asarray(count), np.asarray(committed)
 
 
