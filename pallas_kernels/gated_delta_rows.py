@@ -16,8 +16,8 @@ body, since two bodies could round differently. No dot is used: a dot's order is
 
 The kernel runs a warp for each sequence, value head and `block_v` columns of S, which it holds in
 registers: it reads them once and writes them once, between the kept rows and the new ones. Rows
-are a chain, so what counts is how long one takes: the next row is read ahead, no barrier is
-crossed, and all sums over Dk are of the state before the row, since o sqrt(Dk) =
+are a chain, so what counts is how long one takes: the next row is read ahead, no warp waits
+for another, and all sums over Dk are of the state before the row, since o sqrt(Dk) =
 exp(g) q^T S + (q^T k) e. A row issues about 740 instructions a warp in SASS for an H200, and 48
 heads of 128 are 384 warps for its 528 schedulers; not yet measured.
 Length-one scaling, decay and query scale are inside, where they cost no trip to memory. The
