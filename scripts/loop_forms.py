@@ -18,7 +18,6 @@ from unittest import mock
 import jax
 import numpy as np
 from decode_runner import Runner
-from decode_stages import kernel_table
 from jax import lax
 from random_pair import materialise, pair_configs, params_specs
 
@@ -113,9 +112,7 @@ class Bench:
 
     def launches(self, cycle_ms: float) -> dict[str, Any]:
         """Kernels of a cycle, the time the device is busy with them, and what is left over."""
-        run = self.runner(loop.decode, 8)
-        run.time_chunks(2)
-        rows = kernel_table(lambda: run.chunk(run.start())[0], 8, top=10_000)
+        rows = self.runner(loop.decode, 1).kernels(top=10_000)
         busy = sum(row["us_a_cycle"] for row in rows) / 1000
         return {
             "kernels_a_cycle": sum(row["calls_a_cycle"] for row in rows),
