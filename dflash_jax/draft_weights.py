@@ -119,8 +119,6 @@ def load_drafter(
 def check_tensors(path: PathLike, target: TargetConfig) -> int:
     """Check every tensor of a drafter by the headers of its files, and count them.
 
-    Of an MTP head's layer it is only seen that there is one.
-
     Raises:
       ValueError, NotImplementedError: as `load_drafter` for a target of that config.
     """

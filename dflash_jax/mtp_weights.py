@@ -54,20 +54,15 @@ def load_head(
 
 
 def check_head(folder: Path, tensors: Mapping[str, np.ndarray]) -> int:
-    """Check by headers that a head's own tensors and a layer are there, and count them.
+    """Check every tensor of a head by the headers of its files, and count them.
 
     Raises:
-      ValueError, NotImplementedError: as `load_head`. What its layer holds only loading looks into.
+      ValueError, NotImplementedError: as `load_head`.
     """
-    width = read_head_config(folder).layer.width
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    source = HeaderSource(folder, own, (f"{PREFIX}layers.0.",))
-    source.take(f"{PREFIX}fc.weight", width, 2 * width)
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        source.take(f"{PREFIX}{name}.weight", width)
+    source = HeaderSource(folder, own, ())
+    _read_head(source, read_head_config(folder))
     source.finish()
-    if not source.left_out:
-        raise ValueError(f"{folder}: tensors '{PREFIX}layers.0.*' are missing")
     return len(own)
 
 
@@ -79,14 +74,14 @@ def _read_head(source: TensorSource, config: MtpConfig) -> MtpParams:
 
     def key_value(rows: jax.Array | None) -> jax.Array | None:
         # On the host, to compile nothing.
-        return None if rows is None else jax.device_put(np.asarray(rows)[first:end])
+        return None if rows is None else source.place(np.asarray(rows)[first:end])
 
     return MtpParams(
         fc=source.put(f"{PREFIX}fc.weight", c.width, 2 * c.width),
         embed_norm=read_norm(source, f"{PREFIX}pre_fc_norm_embedding.weight", c.width, c),
         hidden_norm=read_norm(source, f"{PREFIX}pre_fc_norm_hidden.weight", c.width, c),
         layer=layer,
-        kv=jax.device_put(np.asarray(layer.qkv)[first:end]),
+        kv=source.place(np.asarray(layer.qkv)[first:end]),
         kv_bias=key_value(layer.qkv_bias),
         norm=read_norm(source, f"{PREFIX}norm.weight", c.width, c),
         config=config,

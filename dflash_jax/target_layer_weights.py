@@ -42,7 +42,7 @@ def read_norm(source: TensorSource, name: str, size: int, c: TargetConfig) -> ja
     """What a norm multiplies by: the weight, or one more than it in f32."""
     if not c.has_unit_norms:
         return source.put(name, size)
-    return jax.device_put(1 + source.take(name, size, dtype=np.float32))
+    return source.place(1 + source.take(name, size, dtype=np.float32))
 
 
 def _attention(source: TensorSource, at: str, c: TargetConfig) -> dict[str, jax.Array]:
@@ -51,11 +51,11 @@ def _attention(source: TensorSource, at: str, c: TargetConfig) -> dict[str, jax.
     kv = c.num_kv_heads * dim
     halves = 2 if c.has_output_gate else 1
     q = source.take(f"{at}q_proj.weight", halves * heads * dim, c.width)
-    q_and_gate = q.reshape(heads, halves, dim, c.width).swapaxes(0, 1)
+    q_and_gate = q.reshape(heads, halves, dim, -1).swapaxes(0, 1)
     k, v = (source.take(f"{at}{which}_proj.weight", kv, c.width) for which in "kv")
-    gate = [part.reshape(-1, c.width) for part in q_and_gate[1:]]
+    q, *gate = (part.reshape(heads * dim, -1) for part in q_and_gate)
     return {
-        "qkv": jax.device_put(np.concatenate([q_and_gate[0].reshape(-1, c.width), k, v, *gate])),
+        "qkv": source.place(np.concatenate([q, k, v, *gate])),
         "o": source.put(f"{at}o_proj.weight", c.width, heads * dim),
     }
 
@@ -66,10 +66,10 @@ def _gdn(source: TensorSource, at: str, width: int, c: GdnConfig) -> GdnParams:
     in_proj = (_grouped_in_proj if is_grouped else _plain_in_proj)(source, at, width, c)
     conv = source.take(f"{at}conv1d.weight", c.conv_width, 1, c.conv_taps)
     return GdnParams(
-        in_proj=jax.device_put(in_proj),
-        conv=jax.device_put(np.ascontiguousarray(conv[:, 0].T)),
-        a_log=jax.device_put(source.take(f"{at}A_log", heads, dtype=np.float32)),
-        dt_bias=jax.device_put(source.take(f"{at}dt_bias", heads, dtype=np.float32)),
+        in_proj=source.place(in_proj),
+        conv=source.place(np.ascontiguousarray(conv[:, 0].T)),
+        a_log=source.place(source.take(f"{at}A_log", heads, dtype=np.float32)),
+        dt_bias=source.place(source.take(f"{at}dt_bias", heads, dtype=np.float32)),
         norm=source.put(f"{at}norm.weight", c.value_dim),
         out=source.put(f"{at}out_proj.weight", width, c.value_width),
     )
@@ -104,7 +104,7 @@ def _feed_forward(
             c.width,
         )
         down = source.put(f"{at}down_proj.weight", c.width, c.ffn)
-        return {"gate_up": jax.device_put(gate_up), "down": down}
+        return {"gate_up": source.place(gate_up), "down": down}
     gates, ups, downs = _experts(source, f"{at}experts.", c.width, moe)
     if moe.shared_ffn:
         shared = f"{at}shared_expert."
@@ -112,8 +112,8 @@ def _feed_forward(
         ups.append(source.take(f"{shared}up_proj.weight", moe.shared_ffn, c.width))
         downs.append(source.take(f"{shared}down_proj.weight", c.width, moe.shared_ffn))
     return {
-        "gate_up": jax.device_put(np.concatenate(gates + ups)),
-        "down": jax.device_put(np.concatenate(downs, axis=1)),
+        "gate_up": source.place(np.concatenate(gates + ups)),
+        "down": source.place(np.concatenate(downs, axis=1)),
         "router": source.put(f"{at}gate.weight", moe.num_experts, c.width),
         "shared_gate": source.maybe(
             f"{at}shared_expert_gate.weight", 1, c.width, wanted=moe.shared_ffn > 0

@@ -109,7 +109,7 @@ class TensorSource:
                         f"{list(scale.shape)} for an int8 {list(array.shape)}, wanted float32 "
                         f"{list(wanted)} and a matrix"
                     )
-                scale = self._read(scale) if axis == 0 else scale
+                scale = self._read(scale) if axis == 1 else scale
                 wide = self._read(array).astype(np.float32) * np.expand_dims(scale, 1 - axis)
                 return wide.astype(self.dtype)
         raise ValueError(f"{self.path}: tensor {name!r} is int8 and has no {name + '.scale'!r}")
@@ -120,13 +120,13 @@ class TensorSource:
 
 
 class HeaderSource(TensorSource):
-    """Checks names, shapes and dtypes, and reads no numbers: what it takes has no rows."""
+    """Checks names, shapes and dtypes, and reads no numbers: what it takes has no columns."""
 
     def place(self, array: np.ndarray) -> Any:
         return array
 
     def _read(self, array: np.ndarray) -> np.ndarray:
-        return array[:0]
+        return array[..., :0]
 
 
 def full_dtype(path: Path, array: np.ndarray, hf: Mapping[str, Any]) -> np.dtype:

@@ -207,14 +207,16 @@ def test_the_convert_command_writes_what_doctor_finds_green(pair, tmp_path, caps
     assert "new: it exists, wanted a new folder" in capsys.readouterr().err
 
 
-def test_no_backend_starts(pair):
+def test_no_backend_starts(pair, tmp_path):
     """Configs and headers alone: a GPU is left to whoever has it."""
+    head = write_tiny_pair(tmp_path / "head", target="qwen3_next", drafter="mtp")
     code = (
         "import sys; from dflash_jax import doctor; from jax._src import xla_bridge\n"
-        "found = doctor.examine(*sys.argv[1:])\n"
+        "found = doctor.examine(*sys.argv[1:3]) + doctor.examine(*sys.argv[3:])\n"
         "sys.exit(doctor.verdict(found) != 'green' or xla_bridge.backends_are_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(pair.target), str(pair.drafter)])
+    folders = map(str, (pair.target, pair.drafter, head.target, head.drafter))
+    done = subprocess.run([sys.executable, "-c", code, *folders])
     assert done.returncode == 0
 
 
@@ -250,6 +252,27 @@ def test_a_damaged_head_is_red_and_one_of_another_family_amber(tmp_path):
         write_file(pair.drafter / MODEL, left)
         finding = only(examine(pair), "drafter")
         assert finding.level == "red" and lost in finding.reason
+
+
+@pytest.mark.parametrize("target", ["llama", "qwen3", "qwen3_5", "qwen3_next"])
+def test_every_tensor_of_a_head_is_looked_at(tmp_path, target):
+    """What came and what was wanted, without loading a number."""
+    pair = write_tiny_pair(tmp_path / "pair", target=target, drafter="mtp")
+    tensors = {name: np.array(x) for name, x in read_file(pair.drafter / MODEL).items()}
+    own = [name for name in tensors if name.startswith("mtp.")]
+    assert only(examine(pair), "drafter").level == "green" and len(own) > 10
+    for name in own:
+        shape = tensors[name].shape
+        for cut in range(len(shape)):
+            short = np.take(tensors[name], range(shape[cut] - 1), axis=cut)
+            write_file(pair.drafter / MODEL, tensors | {name: short})
+            finding = only(examine(pair), "drafter")
+            assert finding.level == "red", name
+            said = f"tensor {name!r} has shape {list(short.shape)}, wanted {list(shape)}"
+            assert said in finding.reason
+    write_file(pair.drafter / MODEL, tensors | {"mtp.layers.0.extra.weight": tensors[own[0]]})
+    reason = only(examine(pair), "drafter").reason
+    assert "no place for: 'mtp.layers.0.extra.weight'" in reason
 
 
 def test_an_mtp_head_is_explained_and_has_no_other_form(tmp_path, capsys):
