@@ -235,7 +235,7 @@ def no_generate(monkeypatch):
         (["hi", "--drafter", "poison:x"], 2, "poison:K with K from 0 to 7"),
         (["hi", "--drafter", "none", "--num-drafts", "2"], 2, "proposes nothing"),
         (["hi", "--drafter", "none", "--check"], 2, "--drafter is none"),
-        (["hi", "--max-context", "8"], 2, "tokens, the context holds 8"),
+        (["hi", "--max-context", "8"], 2, "wanted at most 7: the context holds 8"),
         (["hi", "--max-context", "5000"], 2, "built for 4096"),
         (["--prompt-ids", "5,307"], 2, "token id 307, outside the vocabulary of 306"),
         (["hi", "--eos-ids", "307"], 2, "eos id 307"),
