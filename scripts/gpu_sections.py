@@ -166,20 +166,23 @@ def _loop(args: argparse.Namespace, save: Save, shapes: str, rows: int) -> Recor
         found["cycles"].append(bench.time(shipped, cycles, chunks))
         save(found)
     found["launches"] = bench.launches(found["forms"]["while_graph"]["cycle_ms"])
-    found["impl_pallas"] = _with_kernels_alone(args, shapes, rows, chunks)
+    found["impl_pallas"] = _other_form(args, shapes, rows, chunks, "pallas", "while_graph")
+    found["impl_xla"] = _other_form(args, shapes, rows, chunks, "xla", "while_default")
     right = all(one["different"] == 0 for one in found["repeats"].values())
     return {"right": right, **found}
 
 
-def _with_kernels_alone(args: argparse.Namespace, shapes: str, rows: int, chunks: int) -> Record:
-    """The shipped form with impl="pallas": our matrix products in place of XLA's."""
+def _other_form(
+    args: argparse.Namespace, shapes: str, rows: int, chunks: int, impl: str, form: str
+) -> Record:
+    """A form of the loop with every op by one implementation."""
     if args.smoke:
         return {"why": "needs a GPU"}
     from loop_forms import Bench, forms
 
     try:
-        bench = Bench(shapes, 1024, rows=rows, impl="pallas")
-        return bench.time(forms()["while_graph"], 8, chunks)
+        bench = Bench(shapes, 1024, rows=rows, impl=impl)
+        return bench.time(forms()[form], 8, chunks)
     except Exception as error:  # an op without a kernel refuses
         return {"why": f"{type(error).__name__}: {error!s:.300}"}
 

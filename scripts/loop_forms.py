@@ -118,6 +118,5 @@ class Bench:
             "kernels_a_cycle": sum(row["calls_a_cycle"] for row in rows),
             "busy_ms": busy,
             "cycle_ms": cycle_ms,
-            "share_of_launches": max(0.0, 1 - busy / cycle_ms) if rows else None,
             "longest": rows[:20],
         }
