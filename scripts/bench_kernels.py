@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
             report["not_run"].append(f"{one.op} {one.shape}")
             continue
         say(f"{one.op} {one.shape}")
-        report["rows"].append(measure(one, args))
+        report["rows"].append({**measure(one, args), "commit": report["commit"]})
         write(args.out, "kernels.json", report)
         if args.out and is_device_lost(report["rows"][-1]):
             say("the device is lost to this process; going on in a new one")

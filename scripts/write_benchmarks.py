@@ -62,6 +62,10 @@ def kernels(report: Report) -> str:
     wrong = [one for one in report["oracle"] if one.get("right") is False]
     served = [one for one in report["oracle"] if "right" in one]
     text += ["", *failed] if failed else []
+    older = sorted({row["commit"] for row in report["rows"] if "commit" in row})
+    for commit in (one for one in older if one != report["commit"]):
+        ops = sorted({f"`{row['op']}`" for row in report["rows"] if row.get("commit") == commit})
+        text += ["", f"As of commit `{commit}`, unchanged since: {', '.join(ops)}."]
     text += ["", f"Against the oracle: {len(served) - len(wrong)} of {len(served)} cases right."]
     if report["not_run"]:
         text.append(f"Not run for want of time: {'; '.join(report['not_run'])}.")
