@@ -1,18 +1,21 @@
 """Tiles of the attention kernel and its segments of keys, chosen by shapes: one table of figures.
 
-H200, prototype of the kernel, 16 query rows, 32/8 heads of 128 in bf16, pages of 64, uniform
-segments, time in us with the number of segments times their keys (lanes = sequences x kv heads):
+NVIDIA H200, 2026-11-30, 16 query rows, 32/8 heads of 128 in bf16, pages of 64, cold inputs: us,
+with the segments and their keys (lanes = sequences x kv heads; a..b = growing from a to b):
 
     lanes    1k keys           4k                32k
-        8    16 x 64    8.2    32 x 128  13.0    32 x 1024   46.3
-       64     4 x 256  20.1     4 x 1024 48.7     4 x 8192  291
-      256     1 x 1024 44.1     1 x 4096 152      4 x 8192 1137
+        8    8 x 128     9.1   16 x 256   13.4   128..1024    53
+       64    4 x 256    20.5   4 x 1024   56.8*  1024..8192  329
+      256    1 x 1024   44.2   1 x 4096  158     1024..8192 1312*
 
-Blocks of 64 keys, 4 warps and 3 stages in all of them (2 stages at 256 lanes and 1k); blocks of 128
-keys took 20 to 50 % longer. Segments below the longest, f32, and head dims other than 128 have not
-been measured. Their tiles are sized by what compiles for an H200 without spilling and leaves room
-for two programs a multiprocessor: a block of K or V takes at most 16 KiB. With 16-bit heads of 128
-that is 112 KiB of shared memory and 174 registers; a GPU with less than that (8.6, 8.9, 12.0 and
+* another machine, 3 to 5 % faster, before the last change of the kernel, which took up to a fifth
+off. 1k keys in a table for 32k are 8 x 128 too, 11.8. One sequence of 1k or 4k keys took 9.9 or
+15.2 with segments half as long, whose results take longer to fold; 32k keys took 55.3 with ones
+twice as long. Blocks of 64 keys, 4 warps and 3 stages in all of them: 2 stages took 3 to 15 %
+longer, 8 warps 13 %. Other capacities and lanes, f32, and head dims other than 128 have not been
+measured. Their tiles are sized by what compiles for an H200 without spilling and leaves room for
+two programs a multiprocessor: a block of K or V takes at most 16 KiB. With 16-bit heads of 128 that
+is 112 KiB of shared memory and 174 registers; a GPU with less than that (8.6, 8.9, 12.0 and
 generations that are not known) gets 2 stages, 80 KiB, and the same bits.
 """
 
@@ -28,7 +31,9 @@ TILE_ROWS = 64  # rows of the dots: block_r query rows of all heads that share a
 _F32_TILE_ROWS = 16  # f32 dots are unrolled into multiply-adds, which 64 rows would make thousands
 _MAX_BLOCK_R = 16
 _BLOCK_BYTES = 16 * 1024
-_MIN_SEGMENT = 64
+_MIN_SEGMENT = 128
+_FOLDED = 16  # segments that are folded at once (`paged_attention`)
+_FEW_KEYS = 512  # a program adds these in less time than more segments would take to fold
 _PROGRAMS = 256  # about two for each of the 132 multiprocessors
 
 
@@ -41,8 +46,8 @@ class AttentionConfig:
     first_segment, longest_segment: keys of the segments at position 0, and at most; multiples of
       block_s.
     narrow_parts: whether the sums that a segment leaves are rounded to bf16, for bf16 queries. That
-      halves the bytes between the two kernels: in a prototype up to 9 % of the time of one sequence
-      of 4k keys, for 0.2 to 0.6e-3 of error beside 2e-3.
+      halves the bytes between the two kernels: 3 to 14 % of the time of one sequence, for 0.2 to
+      0.6e-3 of error beside 2e-3.
     """
 
     block_r: int
@@ -71,18 +76,24 @@ def attention_config(
 ) -> AttentionConfig:
     """Choose tiles by shapes, and by no number of query rows.
 
-    The longest segment is the measured one: it leaves about 256 programs, and at most 32 a lane.
+    The longest segment leaves about 256 programs, at most 32 a lane and 16 where each has few keys.
     Where that is long, segments before it are shorter (`segments_of`), so that a context far below
     the capacity has some to share out: 1k keys in 32k are 8 of 128 for one sequence.
     """
     tile_rows = TILE_ROWS if itemsize == 2 else _F32_TILE_ROWS
     row_bytes = next_power_of_2(head_dim) * itemsize  # of one key
-    longest = next_power_of_2(capacity) * min(max(lanes, 8), _PROGRAMS) // _PROGRAMS
-    longest = max(_MIN_SEGMENT, next_power_of_2(longest))
+    keys = next_power_of_2(capacity)
+    longest = max(
+        _MIN_SEGMENT,
+        next_power_of_2(keys * min(max(lanes, 8), _PROGRAMS) // _PROGRAMS),
+        min(keys // _FOLDED, _FEW_KEYS),
+    )
+    is_uniform = longest <= 2 * _MIN_SEGMENT
+    first = longest if is_uniform else max(_MIN_SEGMENT, next_power_of_2(16 * lanes))
     return AttentionConfig(
         block_r=max(1, min(_MAX_BLOCK_R, tile_rows // next_power_of_2(heads_per_kv_head))),
         block_s=max(16, min(64 if itemsize == 2 else 32, _BLOCK_BYTES // row_bytes)),
-        first_segment=min(longest, max(2 * _MIN_SEGMENT, next_power_of_2(16 * lanes))),
+        first_segment=min(longest, first),
         longest_segment=longest,
         num_stages=3 if itemsize == 2 and row_bytes <= 256 and shared_memory() >= 112 else 2,
     )

@@ -156,7 +156,7 @@ def test_segments_cover_the_capacity_in_blocks_and_none_is_long_for_where_it_lie
 
 @pytest.mark.parametrize(
     "capacity, lanes, count, longest",
-    [(1024, 8, 16, 64), (4096, 8, 32, 128), (1024, 64, 4, 256), (4096, 64, 4, 1024)]
+    [(1024, 8, 8, 128), (4096, 8, 16, 256), (1024, 64, 4, 256), (4096, 64, 4, 1024)]
     + [(1024, 256, 1, 1024), (4096, 256, 1, 4096)],
 )
 def test_segments_are_those_measured_where_they_are_uniform(capacity, lanes, count, longest):
@@ -164,6 +164,14 @@ def test_segments_are_those_measured_where_they_are_uniform(capacity, lanes, cou
     assert segments_of(capacity, config).count == count
     assert config.longest_segment == longest
     assert (config.block_r, config.block_s, config.num_warps, config.num_stages) == (16, 64, 4, 3)
+
+
+@pytest.mark.parametrize("capacity, longest", [(8192, 512), (32768, 1024)])
+def test_a_short_context_in_a_long_table_has_segments_to_share_out(capacity, longest):
+    config = attention_config(4, 128, 2, capacity, 8)
+    starts, ends = segments_of(capacity, config).keys_of(np.arange(8))
+    assert (np.asarray(ends - starts) == 128).all()
+    assert config.longest_segment == longest
 
 
 def test_blocks_of_keys_take_the_same_memory_at_every_width_and_dtype():
