@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels.selector_walk import SelectorWalkConfig
+from pallas_kernels.selector_walk import SelectorWalkConfig, selector_walk_config
 from tests import cases
 from tests.cases import WalkCase
 from tests.kernels.compare import assert_close, assert_same_bits
@@ -215,6 +215,12 @@ def test_no_number_of_rows_ahead_changes_a_bit():
     assert_same_bits(got[1], scores)
 
 
+@pytest.mark.parametrize("rank, itemsize, depth", [(255, 2, 2), (256, 2, 1), (128, 4, 1)])
+def test_long_codebook_rows_are_read_one_row_ahead(rank, itemsize, depth):
+    dtype = {2: jnp.bfloat16, 4: jnp.float32}[itemsize]
+    assert selector_walk_config(rank, dtype) == SelectorWalkConfig(depth, num_warps=4)
+
+
 GOOD = {
     "anchor": jnp.zeros(2, jnp.int32),
     "vals": jnp.zeros((2, 3, 16), jnp.float32),
@@ -235,8 +241,12 @@ GOOD = {
         ({"hproj": jnp.zeros((3, 3, 8))}, "hproj is f32[3, 3, 8], wanted shape [2, 3, 8]"),
         ({"successor": jnp.zeros((41, 8))}, "successor is f32[41, 8], wanted shape [40, 8]"),
         ({"k": 17}, "k is 17, wanted 1 to 16"),
+        (
+            dict.fromkeys(("predecessor", "successor"), jax.ShapeDtypeStruct((2**26 + 1, 8), "f4")),
+            "predecessor has 67108865 rows, wanted at most 67108864",
+        ),
     ],
-    ids=["candidates", "vals_dtype", "ids_dtype", "anchor", "hproj", "codebooks", "k"],
+    ids=["candidates", "vals_dtype", "ids_dtype", "anchor", "hproj", "codebooks", "k", "vocab"],
 )
 def test_a_wrong_argument_of_the_walk_is_one_sentence(bad, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
