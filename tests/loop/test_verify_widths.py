@@ -18,7 +18,6 @@ from tests import kit
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
-WIDTHS = (1, 3)
 LEAD = 10 * kit.TOLERANCE  # of a choice, over the largest logit; f32 errs by less than a tenth
 
 
@@ -48,42 +47,42 @@ def scheduler():
     """A hybrid target, whose states must know which rows there were; rows shared by the batch."""
     pair = kit.pair("qwen3_5", "dspark", layers="one", block=8)
     rates = [1 / (1 + price * np.arange(25)) for price in (0.0, 0.1)]
-    return pair, *(with_scheduler(pair.params.draft, rate) for rate in rates), None
+    return pair, *(with_scheduler(pair.params.draft, rate) for rate in rates), None, (1, 3)
 
 
 def residual():
     """A head that reads the residual rows of the step before, told what to keep of its drafts."""
     pair = kit.pair("llama", "mtp", layers="residual", block=8)
-    return pair, pair.params.draft, pair.params.draft, np.array([0, 1, 2])
+    return pair, pair.params.draft, pair.params.draft, np.array([1, 2, 1]), (2,)
 
 
-def decode_with(params, draft, fixed, requests, chunks, **how):
+def decode_with(params, draft, fixed, requests, widths, chunks, **how):
     def decode(params, *at, **static):
         out, *at = dj.decode(params, *at, **static)
         chunks.append(jax.device_get(out))
         return out, *at
 
-    options = DecodeOptions(cycles=8, verify_widths=WIDTHS)
+    options = DecodeOptions(cycles=8, verify_widths=widths)
     params = params.replace(draft=draft)
     return kit.run(params, fixed, requests, options=options, decode=decode, **how)
 
 
 @pytest.mark.parametrize("case", [scheduler, residual])
 def test_a_cycle_runs_the_narrowest_width_that_holds_what_is_verified(case, ran):
-    pair, every, few, keep = case()
+    pair, every, few, keep, narrower = case()
     fixed = kit.sizes(pair.params, 3)
     requests = kit.ragged(3)
-    whole = decode_with(pair.params, every, fixed, requests, [])
+    whole = decode_with(pair.params, every, fixed, requests, narrower, [])
     jax.effects_barrier()
     assert max(ran) == 3 * 8
     ran.clear()
     chunks, widths, wanted = [], [], []
-    got = decode_with(pair.params, few, fixed, requests, chunks, keep=keep)
+    got = decode_with(pair.params, few, fixed, requests, narrower, chunks, keep=keep)
     jax.effects_barrier()
     for out in chunks:
         for cycle in range(out.num_cycles):
             most = 1 + out.num_proposed[cycle].max()
-            wanted.append(next(w for w in (*WIDTHS, 8) if w >= most))
+            wanted.append(next(w for w in (*narrower, 8) if w >= most))
             widths.append(int(out.widths[cycle]))
     assert widths == wanted and len(set(widths)) > 1
     assert sorted(ran) == sorted(3 * width for width in widths)
@@ -111,7 +110,7 @@ def test_sampled_answers_say_only_what_the_filters_leave_and_stats_say_the_rows(
     asked = dj.SamplingOptions(temperature=1.0, top_k=2, seed=3)
     sizes = {"batch": 2, "page_size": 16, "max_context": 64, "max_new_tokens": 24}
     prompts = [kit.prompt(5), kit.prompt(9)]
-    answers = dj.generate(params, prompts, sampling=asked, verify_widths=WIDTHS, **sizes)
+    answers = dj.generate(params, prompts, sampling=asked, verify_widths=[2], **sizes)
     jax.effects_barrier()
     seen = set()
     for prompt, one in zip(prompts, answers, strict=True):
@@ -123,10 +122,10 @@ def test_sampled_answers_say_only_what_the_filters_leave_and_stats_say_the_rows(
         stats = one.stats
         (widths,), (proposed,) = stats.widths, stats.proposed
         assert (widths > proposed).all() and stats.rows_per_cycle == widths.mean()
-        assert stats.settings["verify_widths"] == [*WIDTHS, 4] and "rows verified" in str(stats)
+        assert stats.settings["verify_widths"] == [2, 4] and "rows verified" in str(stats)
         assert stats.accepted_per_cycle > 0
         seen |= set(widths.tolist())
-    assert len(seen) > 1 and {2 * width for width in seen} <= set(ran) <= {2, 6, 8}
+    assert len(seen) > 1 and {2 * width for width in seen} <= set(ran) <= {4, 8}
 
 
 def test_widths_that_cannot_be_or_change_nothing_are_refused_before_any_compile(monkeypatch):
