@@ -31,12 +31,12 @@ class SkinnyMatmulConfig:
 
 
 class Tuned(NamedTuple):
-    """A measured choice; `auto` says whether the kernel is what impl="auto" runs on CUDA."""
+    """A measured choice; impl="auto" runs the kernel on CUDA for up to `auto_rows` rows."""
 
     config: SkinnyMatmulConfig
     kernel_us: float
     xla_us: float
-    auto: bool
+    auto_rows: int
     source: str
 
 
@@ -44,16 +44,16 @@ class Tuned(NamedTuple):
 # norms, SwiGLU and sums the order turns round: XLA 4.24 to 4.32 ms, these kernels 4.27 to 4.33.
 _ALONE = "2026-11, JAX 0.11.2, each product alone; slower than XLA in a whole stack"
 TUNED: dict[tuple[int, int], Tuned] = {
-    (4096, 6144): Tuned(SkinnyMatmulConfig(64, 128, 2, 4, 4), 15.2, 17.8, False, _ALONE),
-    (4096, 4096): Tuned(SkinnyMatmulConfig(64, 64, 4, 4, 6), 10.8, 12.6, False, _ALONE),
-    (4096, 24576): Tuned(SkinnyMatmulConfig(64, 64, 1, 4, 6), 50.5, 53.4, False, _ALONE),
-    (12288, 4096): Tuned(SkinnyMatmulConfig(64, 128, 4, 4, 4), 26.9, 30.6, False, _ALONE),
+    (4096, 6144): Tuned(SkinnyMatmulConfig(64, 128, 2, 4, 4), 15.2, 17.8, 0, _ALONE),
+    (4096, 4096): Tuned(SkinnyMatmulConfig(64, 64, 4, 4, 6), 10.8, 12.6, 0, _ALONE),
+    (4096, 24576): Tuned(SkinnyMatmulConfig(64, 64, 1, 4, 6), 50.5, 53.4, 0, _ALONE),
+    (12288, 4096): Tuned(SkinnyMatmulConfig(64, 128, 4, 4, 4), 26.9, 30.6, 0, _ALONE),
     (4096, 151936): Tuned(
-        SkinnyMatmulConfig(128, 64, 1, 4, 3),
-        309.0,
-        290.6,
-        False,
-        "2026-11, JAX 0.11.2; the other time is cuBLAS, which XLA may choose",
+        SkinnyMatmulConfig(64, 128, 1, 4, 4),
+        342.0,
+        369.0,
+        32,
+        "NVIDIA H200, 2026-11-30, JAX 0.11.2, f32 out; other tiles 349 to 365",
     ),
 }
 
@@ -77,9 +77,14 @@ def tiles_for(inner: int, out: int) -> SkinnyMatmulConfig:
     return SkinnyMatmulConfig(split_k=split)
 
 
-def auto_takes_kernel(inner: int, out: int) -> bool:
-    """Whether impl="auto" runs the kernel for a weight `[out, inner]`."""
-    return (inner, out) in TUNED and TUNED[inner, out].auto
+def auto_takes_kernel(rows: int, inner: int, out: int) -> bool:
+    """Whether impl="auto" runs the kernel for so many rows and a weight `[out, inner]`.
+
+    Shapes decide, as they do of tiles: within one executable a row has one product. Executables
+    for other numbers of rows may have the other one, so other last bits, and those of two batch
+    sizes are not compared bit by bit anyway.
+    """
+    return (inner, out) in TUNED and rows <= TUNED[inner, out].auto_rows
 
 
 def rows_in_block(rows: int) -> int:

@@ -61,6 +61,12 @@ def test_a_cycle_searches_rows_of_the_vocabulary_in_two_launches_a_search(shapes
 
 
 @pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
+def test_logits_come_from_the_kernel_where_it_measured_faster(shapes, drafter):
+    heads = {"tiny": 0, "qwen3-8b": 2}[shapes]  # the drafter's rows and the target's
+    assert compiled("decode", shapes, drafter)["pallas"].get("skinny_matmul", 0) == heads
+
+
+@pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
 def test_temporary_memory_of_a_decode_chunk_is_less_than_one_layers_pools(shapes, drafter):
     facts = compiled("decode", shapes, drafter)
     assert facts["temp_bytes"] < 2 * facts["pool_bytes"]

@@ -148,21 +148,28 @@ def test_every_row_count_is_served(rows):
     assert_close(got, ops.skinny_matmul(x, w))
 
 
-def test_auto_takes_xlas_product_for_every_measured_weight():
-    """Until a run shows a whole loop that is faster with a kernel."""
+def by_auto(rows, inner, out):
+    """What "auto" traces for so many rows of a weight."""
+    x = jax.ShapeDtypeStruct((rows, inner), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((out, inner), jnp.bfloat16)
+    return str(jax.make_jaxpr(lambda x, w: pk.skinny_matmul(x, w))(x, w))
+
+
+def test_auto_takes_the_kernel_up_to_the_rows_of_the_table_and_xlas_product_above():
     for (inner, out), tuned in TUNED.items():
-        assert tuned.source and not tuned.auto
-        x = jax.ShapeDtypeStruct((16, inner), jnp.bfloat16)
-        w = jax.ShapeDtypeStruct((out, inner), jnp.bfloat16)
-        assert "pallas_call" not in str(jax.make_jaxpr(pk.skinny_matmul)(x, w))
+        assert tuned.source
+        assert tuned.auto_rows == 0 or tuned.kernel_us < tuned.xla_us
+        for rows in (1, 16, 32, 33, 128):
+            assert ("pallas_call" in by_auto(rows, inner, out)) == (rows <= tuned.auto_rows)
+    assert TUNED[4096, 151936].auto_rows == 32
 
 
-def test_auto_takes_the_kernel_where_the_table_says_so(monkeypatch):
-    chosen = next(iter(TUNED.values()))._replace(auto=True)
+def test_auto_on_a_cpu_is_xlas_product(monkeypatch):
+    chosen = next(iter(TUNED.values()))._replace(auto_rows=1)
     monkeypatch.setitem(TUNED, (64, 48), chosen)
     x, w, _ = cases.make_matmul(cases.MATMUL[0])
-    assert "skinny_matmul" in str(jax.make_jaxpr(lambda x, w: pk.skinny_matmul(x, w))(x, w))
-    assert_close(pk.skinny_matmul(x, w), ops.skinny_matmul(x, w))  # on a CPU, XLA's
+    assert "pallas_call" in by_auto(1, 64, 48)
+    assert_close(pk.skinny_matmul(x, w), ops.skinny_matmul(x, w))
 
 
 @pytest.mark.parametrize(
