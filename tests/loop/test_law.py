@@ -1,10 +1,11 @@
 """The law: greedy speculative tokens are the greedy plain tokens, and their logits the same bits.
 
-Plain means the same executable with no draft kept (`keep` = 0). About 8 CPU minutes, nearly all of
-it compiling: an executable for every drafter, target, batch, page size and dtype. Another page size
-places keys elsewhere and computes rows alike, so pages of 16 are compiled as for a user and the
-others with little optimisation, which takes two thirds of the time. Prefill is shared, too: it is
-none of what is compared.
+Plain means the same executable with no draft kept (`keep` = 0). About 5 CPU minutes, nearly all of
+it compiling: an executable for every drafter, target, batch and page size. Another page size places
+keys elsewhere and computes rows alike. So pages of 16 are compiled as for a user, in both dtypes;
+the others with little optimisation, which takes two thirds of the time, and in one dtype each, so
+that each dtype meets every target with every batch. Prefill is shared, too: it is none of what is
+compared.
 """
 
 import itertools
@@ -22,13 +23,25 @@ from tests import kit
 
 pytestmark = [pytest.mark.usefixtures("strict_dtypes"), pytest.mark.slow]
 
-everywhere = pytest.mark.parametrize(
-    ("family", "batch", "page_size", "dtype"),
-    [
-        pytest.param(*case, id="-".join(map(str, case)))
-        for case in itertools.product(kit.FAMILIES, [1, 4], [4, 16, 64], ["float32", "bfloat16"])
-    ],
-)
+
+def cases():
+    """Target, batch, page size and dtype: both dtypes for pages of 16, else one of them in turn."""
+    for family, batch, page_size, dtype in itertools.product(
+        kit.FAMILIES, [1, 4], [4, 16, 64], ["float32", "bfloat16"]
+    ):
+        turn = (family == "llama") + (batch == 4) + (page_size == 64) + (dtype == "bfloat16")
+        if page_size == 16 or turn % 2 == 0:
+            case = family, batch, page_size, dtype
+            yield pytest.param(*case, id="-".join(map(str, case)))
+
+
+everywhere = pytest.mark.parametrize(("family", "batch", "page_size", "dtype"), list(cases()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_here():
+    """Forget what other files compiled with less optimisation."""
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
