@@ -12,7 +12,8 @@ launch, 1.0 to 1.3 us in a captured loop, is what it costs.
 "auto" runs the XLA form everywhere: compiled for an H200, the finish side is one fusion with the
 sum of the split product before it and the residual, and the prepare side is one launch in either
 form, so that the kernel saves none. It does under "pallas", where the product before a prepare
-normalises for itself and nothing else would write the normed rows. Neither is measured yet.
+normalises for itself and nothing else would write the normed rows. Alone on an H200, 16 rows of
+4,096 channels and two taps take 5.3 us (prepare) and 4.6 (finish), XLA's form 8.8 and 6.0.
 """
 
 from dataclasses import dataclass

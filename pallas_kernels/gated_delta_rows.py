@@ -19,7 +19,8 @@ registers: it reads them once and writes them once, between the kept rows and th
 are a chain, so what counts is how long one takes: the next row is read ahead, no warp waits
 for another, and all sums over Dk are of the state before the row, since o sqrt(Dk) =
 exp(g) q^T S + (q^T k) e. A row issues about 740 instructions a warp in SASS for an H200, and 48
-heads of 128 are 384 warps for its 528 schedulers; not yet measured.
+heads of 128 are 384 warps for its 528 schedulers: 16 rows after 8 kept ones take 23 us at one
+sequence and 84 at eight, 0.9 us a row where memory would allow 1.6 and 12.8 us in all.
 Length-one scaling, decay and query scale are inside, where they cost no trip to memory. The
 convolution before and the gated norm behind stay outside: each is one fusion of XLA over R rows of
 20 KiB (Qwen3.8-27B) beside 6 MiB of state, and the norm needs a whole head's columns, which would

@@ -9,8 +9,7 @@ part of the hash; pass 2 has a program a row, which puts these together. Everyth
 that no result depends on chunks or implementation.
 
 Limits: up to 2,048 chunks, 8,388,608 columns. 16 rows of 151,936 f32 are 9.7 MB, 2.2 us at 4.37
-TB/s. Expected: 6 to 7 us in place of 17 (XLA's argmax, measured) and of the two more reads that
-finiteness and hash take; a prototype's first pass of the same shape took 4.9 us. Not yet measured.
+TB/s. On an H200 they take 11.0 us, and 14.7 with hashes; XLA's three reductions 18.9 and 19.4.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,8 @@ stand among the block's rows, so that no row is cut out beforehand. The bias can
 costs a write of f32[B, V], 0.14 us a sequence at 151,936 columns and 4.37 TB/s.
 
 Limits: up to 4,096 tiles, 524,288 columns; a kernel reads `out` once for every 64 sequences.
-151,936 x 256 bf16 and one row of base logits are 78.4 MB, 17.9 us at 4.37 TB/s. Expected: 20 to 22
-us with the second launch, in place of a product, a sum and a search. Not yet measured.
+151,936 x 256 bf16 and one row of base logits are 78.4 MB, 17.9 us at 4.37 TB/s. On an H200 a row
+takes 27.5 us with the second launch, a product, a sum and a search by XLA 30.9.
 """
 
 from dataclasses import dataclass

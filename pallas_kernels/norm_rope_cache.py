@@ -12,8 +12,8 @@ do see it.
 
 The kernel runs a warp for each row and each query or kv head, all layers in one launch. Bytes: the
 rows once, q once, K and V once; 16 rows of 32/8 heads of 128 in bf16 are 0.4 MB, 0.1 us at
-4.37 TB/s, so that the launch is all of its cost (1.9 us for a prototype on an H200, against 5.9 us
-for the XLA form).
+4.37 TB/s, so that the launch is all of its cost: 2.0 us in a decode of an H200, whose rows are in
+the L2, and 4.7 to 5.1 on cold rows, where XLA's form takes 23.
 """
 
 from functools import partial
