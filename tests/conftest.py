@@ -52,6 +52,24 @@ def few_memory_maps():
         jax.clear_caches()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_effort():
+    """Compile with little optimisation on a CPU, which takes two thirds of the time.
+
+    A file that is about what the optimiser may change, or that computes for longer than it
+    compiles, has a fixture of this name.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", jax.config.jax_platforms == "cpu")
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first, so that the last file is short and no process waits long."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is not None:
         import jax

@@ -35,14 +35,6 @@ EVERY = SamplingOptions(
 BEST = SamplingOptions(temperature=0, logprobs=True)
 
 
-@pytest.fixture(autouse=True)
-def compile_effort():
-    """What is compared here is compiled alike, and little optimised that is compiled sooner."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def pair():
     return kit.pair("llama", "dflash")

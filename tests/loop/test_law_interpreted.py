@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,14 +10,6 @@ from tests.kernels.compare import assert_close
 from tests.loop.test_law import differences
 
 pytestmark = [pytest.mark.usefixtures("strict_dtypes"), pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def little_optimisation():
-    """An interpreted kernel is many small loops, which take the compiler longer than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_the_interpreted_kernels_obey_the_law_and_decode_as_xla_does():

@@ -23,14 +23,6 @@ from tests.reference import sampling as reference
 pytestmark = [pytest.mark.usefixtures("strict_dtypes"), pytest.mark.slow]
 
 
-@pytest.fixture(autouse=True)
-def compile_effort():
-    """A law holds whatever the optimiser does; without it compiling takes a third of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 # The joint distribution of three tokens behind one prompt
 
 PROMPT = kit.prompt(1)

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from dflash_jax import cli, commands
@@ -10,13 +9,6 @@ from scripts.make_tiny import write_tiny_pair
 
 DRAWN = ("--temperature", "0.8", "--top-p", "0.95", "--logprobs", "--frequency-penalty", "0.1")
 SAMPLED = (*DRAWN, "--check", "--no-draft-sampling")
-
-
-@pytest.fixture(autouse=True)
-def compile_effort():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

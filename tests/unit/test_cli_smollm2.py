@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from dflash_jax import cli, commands
@@ -14,6 +15,12 @@ PROMPTS = (
     "Write a Python function that adds two numbers.",
     "Count from one to ten.",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_effort():
+    """As for a user: these programs run for longer than they take to compile."""
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

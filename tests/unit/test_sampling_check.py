@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,13 +14,6 @@ from scripts.make_tiny import write_tiny_pair
 from tests import kit
 
 SIZES = {"page_size": 16, "max_context": 32}
-
-
-@pytest.fixture(autouse=True)
-def compile_effort():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pair(kind="dflash"):
