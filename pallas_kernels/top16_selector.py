@@ -11,8 +11,8 @@ no sort and no round depends on another within a level: an entry's rank is the n
 before it, counted over all pairs.
 
 Limits: up to 4,194,304 columns. 16 rows of 151,936 f32 are 9.7 MB read and 1.4 MB of maxima
-written, 2.2 us at 4.37 TB/s. On an H200 they take 12.8 us, 15.3 for 248,320 columns; PyTorch's top-k
-86 and 99.
+written, 2.2 us at 4.37 TB/s. On an H200 they take 12.8 us, 15.3 for 248,320 columns; PyTorch's
+top-k 86 and 99.
 """
 
 from dataclasses import dataclass
