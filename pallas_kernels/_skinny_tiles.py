@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _MAX_BLOCK_R = 64
+_FEW_ROWS = 8
 _PROGRAMS = 128  # about one for each multiprocessor of an H200
 _MAX_PROGRAMS = 400  # more parts than this many programs only add work to the sum
-_SHORT_SUM = 2048  # columns of `in` up to which a program adds all of them
+SHORT_SUM = 2048  # columns of `in` up to which a program adds all of them
+_STEPS = 3  # one less than the stages of a pipeline, so that all are under way at once
 _SHARED_BYTES = 96 << 10  # of the pipeline's stages: what every GPU since Ampere has
 
 
@@ -20,7 +22,9 @@ class SkinnyMatmulConfig:
     """Tiles of one product.
 
     block_n, block_k: rows and columns of a weight tile. split_k: parts of the sum over `in`, each
-    a program of its own, added in order. num_warps, num_stages: Triton's.
+    a program of its own, added in order. num_warps, num_stages: Triton's. num_sums: tiles of
+    block_k that one step reads, each added to a sum of its own, since a tensor core's next addition
+    to a sum waits for the one before; added in order in the end.
     """
 
     block_n: int = 64
@@ -28,6 +32,7 @@ class SkinnyMatmulConfig:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    num_sums: int = 1
 
 
 class Tuned(NamedTuple):
@@ -58,19 +63,22 @@ TUNED: dict[tuple[int, int], Tuned] = {
 }
 
 
-def tiles_for(inner: int, out: int) -> SkinnyMatmulConfig:
+def tiles_for(inner: int, out: int, itemsize: int) -> SkinnyMatmulConfig:
     """The tiles of a weight `[out, inner]`: measured ones, else by a rule of its sizes.
 
     The rule fills the device: a short sum by narrow tiles, since a second launch for its parts
-    would cost more than it gains, a long one by parts. Not measured.
+    would cost more than it gains, a long one by parts. What few programs have to read is under way
+    at once, in three steps. Not measured.
     """
     if (inner, out) in TUNED:
         return TUNED[inner, out].config
-    if inner <= _SHORT_SUM:
+    if inner <= SHORT_SUM:
         block_n = 64
         while block_n > 16 and out < _PROGRAMS * block_n:
             block_n //= 2
-        return SkinnyMatmulConfig(block_n=block_n)
+        # Of more, three steps would not fit the memory of every GPU.
+        num_sums = min(-(-inner // (_STEPS * 64)), 16 // itemsize) if block_n == 16 else 1
+        return SkinnyMatmulConfig(block_n=block_n, num_sums=num_sums)
     blocks, split = -(-out // 64), 1
     while blocks * split < _PROGRAMS and 2 * blocks * split <= _MAX_PROGRAMS and split < 8:
         split *= 2
@@ -87,12 +95,19 @@ def auto_takes_kernel(rows: int, inner: int, out: int) -> bool:
     return (inner, out) in TUNED and rows <= TUNED[inner, out].auto_rows
 
 
-def rows_in_block(rows: int) -> int:
-    """Rows a program takes, a power of two; Triton fills a tensor core's sixteen by itself."""
+def rows_in_block(rows: int, inner: int, config: SkinnyMatmulConfig, *, has_norm: bool) -> int:
+    """Rows a program takes, a power of two; Triton fills a tensor core's sixteen by itself.
+
+    Eight where a step is long, for all steps to fit, and where a norm reads whole rows, for them to
+    fit registers; whatever their number, since the order of a row's sum of squares follows from how
+    a tile is spread over threads. Then few tiles of weights are read more often, from L2.
+    """
+    if config.num_sums > 1 or (has_norm and inner <= SHORT_SUM):
+        return _FEW_ROWS
     return min(1 << (rows - 1).bit_length(), _MAX_BLOCK_R)
 
 
 def stages_that_fit(config: SkinnyMatmulConfig, tile_rows: int, itemsize: int) -> int:
     """Pipeline stages, fewer than asked where `tile_rows` of x and weights fill the memory."""
-    a_stage = tile_rows * config.block_k * itemsize
+    a_stage = tile_rows * config.block_k * config.num_sums * itemsize
     return max(1, min(config.num_stages, _SHARED_BYTES // a_stage))

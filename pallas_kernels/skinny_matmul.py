@@ -9,7 +9,9 @@ are written as f32 and added in order by one fusion, which also adds the residua
 the table in `_skinny_tiles` and depend on shapes alone, so a row's bits do too.
 
 An RMSNorm before the product can be part of it: each program then reads its rows once more first,
-for their statistics, which spares a small model a launch a product.
+for their statistics, which spares a small model a launch a product. A short product is a chain of
+waits, for memory and for the tensor cores' sums: its few steps are all under way at once, meanwhile
+the statistics are made, and the residual is read before all.
 
 "auto" runs XLA's product unless that table says otherwise, which it does for the vocabulary's rows
 of a Qwen3-8B: elsewhere XLA is as fast in the whole loop. The table goes by the number of rows
@@ -34,8 +36,10 @@ from pallas_kernels._launch import (
     check_shape,
     dispatch,
     dot_precision,
+    next_power_of_2,
 )
 from pallas_kernels._skinny_tiles import (
+    SHORT_SUM,
     SkinnyMatmulConfig,
     auto_takes_kernel,
     rows_in_block,
@@ -66,48 +70,68 @@ def _load(ref, rows, cols, inside):
     return plgpu.load(tile, mask=jnp.broadcast_to(inside, (rows.size, cols.size)), other=0)
 
 
-def _tile_columns(step, t: _Tiling, inner: int):
-    """The columns of one step along `in`, and which of them exist if some may not."""
-    cols = step * t.config.block_k + jnp.arange(t.config.block_k, dtype=jnp.int32)
+def _tile_columns(tile, t: _Tiling, inner: int):
+    """The columns of one tile along `in`, and which of them exist if some may not."""
+    cols = tile * t.config.block_k + jnp.arange(t.config.block_k, dtype=jnp.int32)
     return cols, (cols < inner)[None, :] if t.past_inner else None
 
 
 def _row_scale(x_ref, rows, t: _Tiling):
-    """f32[block_r, 1]: one over the root mean square of each row."""
+    """f32[block_r, 1]: one over the root mean square of each row, short ones read at once."""
     inner = x_ref.shape[1]
+    width = next_power_of_2(inner) if inner <= SHORT_SUM else t.config.block_k
 
     def step(i, total):
-        x = _load(x_ref, rows, *_tile_columns(i, t, inner)).astype(jnp.float32)
+        cols = i * width + jnp.arange(width, dtype=jnp.int32)
+        exist = (cols < inner)[None, :] if inner % width else None
+        x = _load(x_ref, rows, cols, exist).astype(jnp.float32)
         return total + jnp.sum(x * x, axis=1)
 
-    steps = pl.cdiv(inner, t.config.block_k)
-    total = lax.fori_loop(0, steps, step, jnp.zeros(rows.shape, jnp.float32))
+    total = jnp.zeros(rows.shape, jnp.float32)
+    steps = pl.cdiv(inner, width)
+    total = step(0, total) if steps == 1 else lax.fori_loop(0, steps, step, total)
     return lax.rsqrt(total / inner + t.eps)[:, None]
 
 
 def _accumulate(x_ref, norm_ref, w_ref, halves, rows, cols, t: _Tiling):
     """f32[block_r, block_n] for each half: this program's part of x @ w[half + cols].T."""
-    inner = x_ref.shape[1]
-    steps = pl.cdiv(inner, t.config.block_k * t.config.split_k)
-    first = pl.program_id(0) * steps
-    scale = None if norm_ref is None else _row_scale(x_ref, rows, t)
+    inner, tiles = x_ref.shape[1], t.config.num_sums
+    steps = pl.cdiv(inner, t.config.block_k * tiles * t.config.split_k)
+    first = pl.program_id(0) * steps * tiles
+    # In the loop's first step where it is short, when the loads of all steps are under way. A loop
+    # over a long row would keep Triton from making a pipeline of the loop that it is in.
+    is_late = norm_ref is not None and inner <= SHORT_SUM
+    scale = jnp.zeros((t.block_r, 1), jnp.float32)
+    if norm_ref is not None and not is_late:
+        scale = _row_scale(x_ref, rows, t)
 
-    def step(i, accs):
-        columns, exist = _tile_columns(first + i, t, inner)
-        x = _load(x_ref, rows, columns, exist)  # [block_r, block_k]
-        if norm_ref is not None and scale is not None:
-            at = norm_ref.at[columns]
-            weight = plgpu.load(at) if exist is None else plgpu.load(at, mask=exist[0], other=0)
-            x = (x.astype(jnp.float32) * scale).astype(x.dtype) * weight[None, :]
+    def load_rows(columns, exist, scale):
+        """Rows of x as the product takes them, [block_r, block_k]."""
+        x = _load(x_ref, rows, columns, exist)
+        if norm_ref is None:
+            return x
+        at = norm_ref.at[columns]
+        weight = plgpu.load(at) if exist is None else plgpu.load(at, mask=exist[0], other=0)
+        return (x.astype(jnp.float32) * scale).astype(x.dtype) * weight[None, :]
+
+    def step(i, carry):
+        scale, sums = carry
+        if is_late:
+            scale = lax.cond(i == 0, lambda: _row_scale(x_ref, rows, t), lambda: scale)
         added = []
-        for acc, half in zip(accs, halves, strict=True):
-            w = _load(w_ref, half + cols, columns, exist)  # [block_n, block_k]
+        for tile, accs in enumerate(sums):
+            columns, exist = _tile_columns(first + i * tiles + tile, t, inner)
+            x = load_rows(columns, exist, scale)
             precision = dot_precision(x.dtype)
-            added.append(acc + plgpu.dot(x, w, trans_b=True, precision=precision))
-        return tuple(added)
+            weights = [_load(w_ref, half + cols, columns, exist) for half in halves]
+            dots = [plgpu.dot(x, w, trans_b=True, precision=precision) for w in weights]
+            added.append(tuple(acc + dot for acc, dot in zip(accs, dots, strict=True)))
+        return scale, tuple(added)
 
     zero = jnp.zeros((t.block_r, t.config.block_n), jnp.float32)
-    return lax.fori_loop(0, steps, step, (zero,) * len(halves))
+    sums = ((zero,) * len(halves),) * tiles
+    _, sums = lax.fori_loop(0, steps, step, (scale, sums))
+    return tuple(_sum_in_order(accs, jnp.float32) for accs in zip(*sums, strict=True))
 
 
 def _place(t: _Tiling, shape: tuple[int, int]):
@@ -134,15 +158,15 @@ def _matmul_kernel(
     *extra, y_ref = refs
     rows, cols = _place(t, y_ref.shape[-2:])
     norm_ref = None if t.eps is None else extra[0]
-    (acc,) = _accumulate(x_ref, norm_ref, w_ref, (0,), rows, cols, t)
     at = rows[:, None], cols[None, :]
+    # Read first, for its latency to pass behind the product's.
+    residual = plgpu.load(extra[-1].at[at]) if has_residual else None
+    (acc,) = _accumulate(x_ref, norm_ref, w_ref, (0,), rows, cols, t)
     if t.config.split_k > 1:
         plgpu.store(y_ref.at[(pl.program_id(0), *at)], acc)
         return
     y = acc.astype(y_ref.dtype)
-    if has_residual:
-        y = y + plgpu.load(extra[-1].at[at])
-    plgpu.store(y_ref.at[at], y)
+    plgpu.store(y_ref.at[at], y if residual is None else y + residual)
 
 
 def _swiglu_kernel(
@@ -187,8 +211,8 @@ def skinny_matmul_pallas(
     extra += [residual] if fuses_residual else []
     t = _Tiling(
         config,
-        rows_in_block(n),
-        past_inner=inner % (config.block_k * config.split_k) != 0,
+        rows_in_block(n, inner, config, has_norm=norm is not None),
+        past_inner=inner % (config.block_k * config.num_sums * config.split_k) != 0,
         eps=None if norm is None else eps,
     )
     shape = (config.split_k, n, out) if is_split else (n, out)
@@ -209,8 +233,8 @@ def skinny_matmul_swiglu_pallas(
     halved = replace(config, block_n=max(16, config.block_n // 2), split_k=1)
     t = _Tiling(
         halved,
-        rows_in_block(n),
-        past_inner=inner % config.block_k != 0,
+        rows_in_block(n, inner, halved, has_norm=norm is not None),
+        past_inner=inner % (config.block_k * config.num_sums) != 0,
         eps=None if norm is None else eps,
     )
     extra = [] if norm is None else [norm]
@@ -230,7 +254,7 @@ def _by_triton(op: str, x, w, norm, residual, *, eps: float, out_dtype, config) 
             f"'dflash-jax[triton]'; {error}), supported without them are 'auto', 'xla' and 'pallas'"
         ) from error
     n, out = x.shape[0], w.shape[0]
-    block_r = rows_in_block(n)
+    block_r = rows_in_block(n, x.shape[1], config, has_norm=False)
     x = jnp.asarray(x) if norm is None else _rms_norm(jnp.asarray(x), jnp.asarray(norm), eps)
     x = jnp.pad(x, ((0, -n % block_r), (0, 0)))
     part_dtype = jnp.float32 if config.split_k > 1 else out_dtype
@@ -240,9 +264,9 @@ def _by_triton(op: str, x, w, norm, residual, *, eps: float, out_dtype, config) 
 
 
 def _sum_in_order(parts, dtype) -> jax.Array:
-    """Add [S, N, out] from the first part to the last and round once."""
+    """Add S parts [N, out] from the first to the last and round once."""
     total = parts[0]
-    for i in range(1, parts.shape[0]):
+    for i in range(1, len(parts)):
         total = total + parts[i]
     return total.astype(dtype)
 
@@ -287,7 +311,7 @@ def skinny_matmul(
                 f"{out_dtype.name}, wanted both {dtype.name} as x"
             )
     inner = jnp.shape(w)[1]
-    config = _check_config(op, config) or tiles_for(inner, out)
+    config = _check_config(op, config) or tiles_for(inner, out, dtype.itemsize)
     if impl == "triton":
         return _by_triton(op, x, w, norm, residual, eps=eps, out_dtype=out_dtype, config=config)
     kernel = partial(skinny_matmul_pallas, config=config)
@@ -326,7 +350,7 @@ def skinny_matmul_swiglu(
     if out % 2:
         raise ValueError(f"{op}: w_gate_up has {out} rows, wanted gate and up, so an even number")
     inner = jnp.shape(w_gate_up)[1]
-    config = _check_config(op, config) or tiles_for(inner, out)
+    config = _check_config(op, config) or tiles_for(inner, out, jnp.result_type(x).itemsize)
     kernel = partial(skinny_matmul_swiglu_pallas, config=config)
     if impl == "auto" and not auto_takes_kernel(n, inner, out):
         kernel = None
@@ -395,7 +419,7 @@ def _check_config(op: str, config: SkinnyMatmulConfig | None) -> SkinnyMatmulCon
         least = 1 if name == "num_warps" else 16
         if value < least or value & (value - 1):
             raise ValueError(f"{op}: config.{name} is {value}, wanted a power of two from {least}")
-    for name in ("split_k", "num_stages"):
+    for name in ("split_k", "num_stages", "num_sums"):
         if getattr(config, name) < 1:
             raise ValueError(f"{op}: config.{name} is {getattr(config, name)}, wanted at least 1")
     return config

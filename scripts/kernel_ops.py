@@ -20,9 +20,11 @@ from tests import cases
 from tests.kernels.compare import TOLERANCE
 from tests.reference import ops
 from tests.reference.gated_delta_rows import gated_delta_rows
+from tests.reference.layers import rms_norm
 from tests.reference.markov_argmax import markov_argmax
 
 Arrays = tuple[Any, ...]
+_EPS = 0.25  # of norms, large, so that it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,35 @@ def _norm_rope(case: Any, impl: str) -> Callable[..., Any]:
 
 def _fused_conv(x, dyn, base, norm, residual, *, impl: str):
     return pk.dynamic_conv(x, dyn, base, side=1, norm=norm, residual=residual, impl=impl)
+
+
+def _both_products(
+    product: Callable[..., Any], normed: Callable[..., Any], *, with_norm: bool = True
+) -> Callable[..., Any]:
+    """A product, with the residual if there is one, and one of normed rows.
+
+    Not both in one: of several roundings in a row each may fall to the other side.
+    """
+
+    def both(x: Any, w: Any, *residual: Any) -> Arrays:
+        added = {"residual": residual[0]} if residual else {}
+        first = product(x, w, **added)
+        return (first, normed(product, x, w)) if with_norm else (first,)
+
+    return both
+
+
+def _norm_weight(x: Any) -> Any:
+    return np.linspace(0.5, 2.0, x.shape[1]).astype(x.dtype)
+
+
+def _normed_in(product: Callable[..., Any], x: Any, w: Any) -> Any:
+    return product(x, w, norm=_norm_weight(x), eps=_EPS)
+
+
+def _normed_before(product: Callable[..., Any], x: Any, w: Any) -> Any:
+    rounded = rms_norm(x.astype(np.float64), 1.0, _EPS).astype(x.dtype)
+    return product(rounded * _norm_weight(x), w)
 
 
 def _two(make: Callable[[Any], Arrays]) -> Callable[[Any], Arrays]:
@@ -166,16 +197,20 @@ OPS = (
     Op(
         "skinny_matmul",
         cases.MATMUL,
-        _two(cases.make_matmul),
-        lambda case, impl: partial(pk.skinny_matmul, impl=impl),
-        lambda case: ops.skinny_matmul,
+        cases.make_matmul,
+        lambda case, impl: _both_products(partial(pk.skinny_matmul, impl=impl), _normed_in),
+        lambda case: _both_products(ops.skinny_matmul, _normed_before),
     ),
     Op(
         "skinny_matmul_swiglu",
         cases.MATMUL,
         _two(cases.make_matmul),
-        lambda case, impl: partial(pk.skinny_matmul_swiglu, impl=impl),
-        lambda case: ops.skinny_matmul_swiglu,
+        lambda case, impl: _both_products(
+            partial(pk.skinny_matmul_swiglu, impl=impl), _normed_in, with_norm=case.dtype == "f32"
+        ),
+        lambda case: _both_products(
+            ops.skinny_matmul_swiglu, _normed_before, with_norm=case.dtype == "f32"
+        ),
     ),
     Op(
         "gated_delta_rows",

@@ -177,14 +177,51 @@ def test_auto_on_a_cpu_is_xlas_product(monkeypatch):
 )
 @pytest.mark.parametrize("rows, itemsize", [(1, 2), (16, 4), (128, 4)])
 def test_tiles_fit_a_gpu_and_leave_no_part_without_work(inner, out, rows, itemsize):
-    tiles, block_r = tiles_for(inner, out), rows_in_block(rows)
-    assert block_r == min(rows, 64)
+    tiles = tiles_for(inner, out, itemsize)
+    block_r = rows_in_block(rows, inner, tiles, has_norm=False)
+    assert block_r == (8 if tiles.num_sums > 1 else min(rows, 64))
     assert inner > tiles.block_k * (tiles.split_k - 1)
     stages = stages_that_fit(tiles, block_r + tiles.block_n, itemsize)
-    a_stage = (block_r + tiles.block_n) * tiles.block_k * itemsize
+    a_stage = (block_r + tiles.block_n) * tiles.block_k * tiles.num_sums * itemsize
     assert 1 <= stages <= tiles.num_stages
     assert stages * a_stage <= 96 << 10
     assert stages == tiles.num_stages or (stages + 1) * a_stage > 96 << 10  # all that fit
+
+
+@pytest.mark.parametrize("inner, out", [(576, 960), (576, 3072), (576, 576), (1536, 576)])
+def test_all_steps_of_a_short_product_with_few_tiles_are_under_way_at_once(inner, out):
+    tiles = tiles_for(inner, out, 2)
+    block_r = rows_in_block(16, inner, tiles, has_norm=False)
+    stages = stages_that_fit(tiles, block_r + tiles.block_n, 2)
+    assert inner <= (stages - 1) * tiles.block_k * tiles.num_sums
+
+
+def test_a_norm_before_a_short_product_gives_a_row_the_same_bits_among_any_number_of_rows():
+    x, w, residual = cases.make_matmul(cases.MatmulCase("rows", 17, 96, 32, dtype="f32"))
+    run = partial(pk.skinny_matmul, impl="interpret", norm=_norm_weight(x), eps=EPS)
+    want = run(x, w, residual=residual)
+    assert_same_bits(run(x[:3], w, residual=residual[:3]), np.asarray(want)[:3])
+
+
+def test_the_norm_of_a_long_row_is_read_in_steps():
+    x, w, _ = cases.make_matmul(cases.MatmulCase("long", 2, 2100, 16, dtype="f32"))
+    got = pk.skinny_matmul(x, w, impl="interpret", norm=_norm_weight(x), eps=EPS)
+    assert_close(got, ops.skinny_matmul(normed(x), w))
+
+
+def test_sums_of_a_step_are_added_in_order():
+    x, w, _ = cases.make_matmul(cases.MatmulCase("sums", 3, 200, 48, dtype="f32"))
+    configs = [
+        pk.SkinnyMatmulConfig(16, 16, split, num_sums=sums) for split in (1, 2) for sums in (1, 3)
+    ]
+    got = [np.asarray(pk.skinny_matmul(x, w, impl="interpret", config=c)) for c in configs]
+    for one in got:
+        assert_close(one, ops.skinny_matmul(x, w))
+    assert (got[0] != got[1]).any()
+    # Integers, so that every order of sums is exact: equal bits, whatever the tiles.
+    for config in configs:
+        exact = pk.skinny_matmul(np.sign(x), np.sign(w), impl="interpret", config=config)
+        assert_same_bits(exact, np.asarray(np.sign(x) @ np.sign(w).T))
 
 
 @pytest.mark.parametrize("missing", ["jax_triton", "triton"])
@@ -252,8 +289,9 @@ def test_an_odd_gate_up_weight_is_refused():
         ({"block_n": 48}, "config.block_n is 48, wanted a power of two from 16"),
         ({"block_k": 8}, "config.block_k is 8, wanted a power of two from 16"),
         ({"split_k": 0}, "config.split_k is 0, wanted at least 1"),
+        ({"num_sums": 0}, "config.num_sums is 0, wanted at least 1"),
     ],
-    ids=["not_a_power", "too_small", "no_part"],
+    ids=["not_a_power", "too_small", "no_part", "no_sum"],
 )
 def test_tiles_that_triton_does_not_take_are_refused(bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
