@@ -363,27 +363,57 @@ def delta_rows(batch: int):
 # Matrix products
 
 
-def matmul(name: str, inner: int, out: int, rows: int = ROWS):
+def matmul(
+    name: str,
+    inner: int,
+    out: int,
+    rows: int = ROWS,
+    *,
+    with_norm: bool = False,
+    with_residual: bool = False,
+    out_dtype: str = "bfloat16",
+):
+    """A product, with the norm before it or the residual after it as a layer has them.
+
+    PyTorch's writes bf16 whatever is asked for.
+    """
+
     def of_torch() -> tuple[Callable[..., Any], Callable[[], Inputs]]:
+        import torch
         import torch.nn.functional as F
 
-        return F.linear, lambda: (
-            _torch_normal(rows, inner),
-            _torch_normal(out, inner, scale=0.02),
-        )
+        x_and_w = lambda: (_torch_normal(rows, inner), _torch_normal(out, inner, scale=0.02))
+        if not with_residual:
+            return F.linear, x_and_w
+        add = lambda x, w, residual: torch.addmm(residual, x, w.T)
+        return add, lambda: (*x_and_w(), _torch_normal(rows, out))
 
     def make(key: Any) -> Inputs:
-        keys = jax.random.split(key)
-        return _normal(keys[0], rows, inner), _normal(keys[1], out, inner, scale=0.02)
+        keys = jax.random.split(key, 4)
+        x, w = _normal(keys[0], rows, inner), _normal(keys[1], out, inner, scale=0.02)
+        norm = (_normal(keys[2], inner),) if with_norm else ()
+        return (x, w, *norm, _normal(keys[3], rows, out)) if with_residual else (x, w, *norm)
 
+    def call(impl: str) -> Callable[..., Any]:
+        def run(x, w, *more):
+            norm = more[0] if with_norm else None
+            residual = more[-1] if with_residual else None
+            named = {"norm": norm, "residual": residual, "out_dtype": out_dtype}
+            return (pk.skinny_matmul(x, w, impl=impl, **named),)
+
+        return run
+
+    what = ", norm before it" * with_norm + ", residual after it" * with_residual
+    out_bytes = _size(rows, out, itemsize=jnp.dtype(out_dtype).itemsize)
     return Measure(
         "skinny_matmul",
-        f"{name}, {rows} x {inner} -> {out}",
+        f"{name}, {rows} x {inner} -> {out}{what}"
+        + ("" if out_dtype == "bfloat16" else f" {out_dtype}"),
         make,
-        lambda impl: lambda x, w: (pk.skinny_matmul(x, w, impl=impl),),
-        _size(out, inner) + _size(rows, inner) + _size(rows, out),
-        xla_us=_size(out, inner) / 3e6,
-        torch=of_torch,
+        call,
+        _size(out, inner) + _size(rows, inner) + out_bytes + with_residual * _size(rows, out),
+        xla_us=max(4.0, _size(out, inner) / 3e6),
+        torch=None if with_norm else of_torch,
         impls=("pallas", "triton", "xla"),
     )
 
@@ -417,7 +447,7 @@ def swiglu(inner: int, ffn: int, rows: int = ROWS, *, has_norm: bool = False):
         make,
         call,
         _size(2 * ffn, inner) + _size(rows, inner) + _size(rows, ffn),
-        xla_us=_size(2 * ffn, inner) / 3e6,
+        xla_us=max(4.0, _size(2 * ffn, inner) / 3e6),
         torch=None if has_norm else of_torch,
     )
 
@@ -458,9 +488,10 @@ def full() -> list[Measure]:
         matmul("o", WIDTH, WIDTH),
         matmul("gate_up", WIDTH, 2 * FFN),
         matmul("down", FFN, WIDTH),
-        matmul("lm_head", WIDTH, VOCAB),
-        matmul("SmolLM2 o", 576, 576, 8),
-        matmul("SmolLM2 down", 1536, 576, 8),
+        matmul("lm_head", WIDTH, VOCAB, out_dtype="float32"),
+        matmul("SmolLM2 qkv", 576, 960, 8, with_norm=True),
+        matmul("SmolLM2 o", 576, 576, 8, with_residual=True),
+        matmul("SmolLM2 down", 1536, 576, 8, with_residual=True),
         swiglu(WIDTH, FFN),
         swiglu(576, 1536, 8, has_norm=True),
     ]
@@ -477,6 +508,6 @@ def smoke() -> list[Measure]:
         norm_rope(4, 1),
         greedy(5000),
         cache(4),
-        matmul("small", 64, 48, 8),
+        matmul("small", 64, 48, 8, with_norm=True, with_residual=True),
         swiglu(64, 48, 8, has_norm=True),
     ]
