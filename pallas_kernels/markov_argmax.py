@@ -191,9 +191,9 @@ def _markov_argmax_pallas(
     """`markov_argmax` in two launches."""
     (batch, rank), columns = code.shape, out.shape[0]
     tiles = -(-columns // config.block_v)
-    block_b = max(_MIN_BLOCK_B, rows_in_block(batch))
     block_k = min(config.block_k, max(16, next_power_of_2(rank)))
     asked = SkinnyMatmulConfig(block_k=block_k, num_stages=config.num_stages)
+    block_b = max(_MIN_BLOCK_B, rows_in_block(batch, rank, asked, has_norm=False))
     stages = stages_that_fit(asked, block_b + config.block_v, code.dtype.itemsize)
     part = lambda dtype: jax.ShapeDtypeStruct((batch, tiles), dtype)
     bias_shape = [jax.ShapeDtypeStruct((batch, columns), jnp.float32)] if with_bias else []
