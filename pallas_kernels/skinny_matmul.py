@@ -414,9 +414,8 @@ def _check_config(op: str, config: SkinnyMatmulConfig | None) -> SkinnyMatmulCon
     """Raise unless the tiles are sizes that Triton takes."""
     if config is None:
         return None
-    for name in ("block_n", "block_k", "num_warps"):
+    for name, least in (("block_n", 8), ("block_k", 16), ("num_warps", 1)):
         value = getattr(config, name)
-        least = 1 if name == "num_warps" else 16
         if value < least or value & (value - 1):
             raise ValueError(f"{op}: config.{name} is {value}, wanted a power of two from {least}")
     for name in ("split_k", "num_stages", "num_sums"):

@@ -212,7 +212,7 @@ def test_the_norm_of_a_long_row_is_read_in_steps():
 def test_sums_of_a_step_are_added_in_order():
     x, w, _ = cases.make_matmul(cases.MatmulCase("sums", 3, 200, 48, dtype="f32"))
     configs = [
-        pk.SkinnyMatmulConfig(16, 16, split, num_sums=sums) for split in (1, 2) for sums in (1, 3)
+        pk.SkinnyMatmulConfig(8, 16, split, num_sums=sums) for split in (1, 2) for sums in (1, 3)
     ]
     got = [np.asarray(pk.skinny_matmul(x, w, impl="interpret", config=c)) for c in configs]
     for one in got:
@@ -286,7 +286,7 @@ def test_an_odd_gate_up_weight_is_refused():
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"block_n": 48}, "config.block_n is 48, wanted a power of two from 16"),
+        ({"block_n": 48}, "config.block_n is 48, wanted a power of two from 8"),
         ({"block_k": 8}, "config.block_k is 8, wanted a power of two from 16"),
         ({"split_k": 0}, "config.split_k is 0, wanted at least 1"),
         ({"num_sums": 0}, "config.num_sums is 0, wanted at least 1"),
