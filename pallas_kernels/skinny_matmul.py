@@ -254,6 +254,7 @@ def _by_triton(op: str, x, w, norm, residual, *, eps: float, out_dtype, config) 
             f"'dflash-jax[triton]'; {error}), supported without them are 'auto', 'xla' and 'pallas'"
         ) from error
     n, out = x.shape[0], w.shape[0]
+    config = replace(config, num_sums=1)  # its steps are of one tile
     block_r = rows_in_block(n, x.shape[1], config, has_norm=False)
     x = jnp.asarray(x) if norm is None else _rms_norm(jnp.asarray(x), jnp.asarray(norm), eps)
     x = jnp.pad(x, ((0, -n % block_r), (0, 0)))
