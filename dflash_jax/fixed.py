@@ -176,13 +176,16 @@ def plan(
     """
     num_drafts = draft.max_drafts if num_drafts is None else num_drafts
     _check_sizes(target, draft, batch, max_context, num_drafts, page_size, prefill_chunk, num_pages)
+    # NumPy's integers pass the checks, but JSON does not take them.
+    batch, max_context, num_drafts = int(batch), int(max_context), int(num_drafts)
+    page_size, prefill_chunk = int(page_size), int(prefill_chunk)
     layers, head = draft.backbone, head_of(draft)
     own = layers if head is None else head
     if own is not None:
         check_pair(target, own)
     rows, pages = num_drafts + 1, -(-max_context // page_size)
     num_rows = batch * rows
-    num_pages = batch * pages if num_pages is None else num_pages
+    num_pages = batch * pages if num_pages is None else int(num_pages)
     width = max(prefill_chunk, num_rows)
     pool = ArraySpec(pool_shape(num_pages, page_size, target.num_kv_heads, target.head_dim), dtype)
     pools = (pool,) * target.num_attention_layers

@@ -118,6 +118,11 @@ def prepare(
         raise ValueError(f"generate: batch is {batch}, wanted at least 1")
     if options.cycles < 1:
         raise ValueError(f"generate: cycles is {options.cycles}, wanted at least 1")
+    if max_context is not None and max_context < 2:
+        raise ValueError(f"generate: max_context is {max_context}, wanted at least 2")
+    # NumPy's integers pass the checks, but have no bit_length, and JSON does not take them.
+    batch, options = int(batch), replace(options, cycles=int(options.cycles))
+    max_context = None if max_context is None else int(max_context)
     budgets = _budgets(max_new_tokens, len(prompts))
     requests = _requests(sampling, len(prompts), target.real_vocab, tokenizer)
     mode = mode_of(requests, samples_drafts=_samples_drafts(params, requests, draft_sampling))

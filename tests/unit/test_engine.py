@@ -1,5 +1,7 @@
 """generate and stream over a tiny target with prompt lookup; all tests share three executables."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,6 +278,8 @@ def test_logits_that_are_not_finite_are_one_readable_error(params):
         ([1], {"num_drafts": 8}, ValueError, "num_drafts is 8"),
         ([1], {"page_size": 48}, ValueError, "page_size is 48"),
         ([1], {"max_context": 10**6}, ValueError, "max_context is 1000000"),
+        ([1], {"max_context": 0}, ValueError, "max_context is 0, wanted at least 2"),
+        ([1], {"max_context": -5}, ValueError, "max_context is -5, wanted at least 2"),
         ([1], {"eos_ids": [307]}, ValueError, "eos id 307 is outside"),
         ([1], {"eos_ids": range(17)}, ValueError, "17 eos_ids"),
         ([1], {"on_text": print}, ValueError, "on_text needs a tokenizer"),
@@ -360,6 +364,14 @@ def test_no_drafts_is_a_step_of_one_row_for_every_drafter(kind):
 def test_ids_may_come_as_an_array_of_jax(params, answers):
     (got,) = dj.generate(params, jnp.asarray(PROMPTS[0]), max_new_tokens=4, **SHARED)
     assert got.ids == answers[0].ids[:4]
+
+
+def test_sizes_may_be_integers_of_numpy(params, answers):
+    sizes = {"batch": 2, "page_size": 16, "max_context": 96, "num_drafts": 7, "cycles": 8}
+    asked = {name: np.int64(size) for name, size in sizes.items()}
+    (got,) = dj.generate(params, [PROMPTS[0]], max_new_tokens=np.int64(4), certify=True, **asked)
+    assert got.ids == answers[0].ids[:4]
+    assert json.loads(got.stats.to_json())["settings"]["batch"] == 2
 
 
 def test_no_prompts_give_no_answers(params, no_compile):
