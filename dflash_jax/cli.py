@@ -168,10 +168,14 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampling", action="store_true", required=True, help="what to check; there is no other"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="above 0")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="from 1e-5")
     parser.add_argument("--samples", type=_at_least(1), default=400, metavar="N", help="answers")
     parser.add_argument(
-        "--vocabulary", type=_at_least(2), default=4, metavar="K", help="tokens that are left"
+        "--vocabulary",
+        type=_at_least(2),
+        default=4,
+        metavar="K",
+        help="tokens that are left, up to 32",
     )
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the first")
     parser.add_argument(

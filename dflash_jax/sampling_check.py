@@ -20,7 +20,7 @@ import numpy as np
 from dflash_jax import engine
 from dflash_jax.drafters import no_drafter
 from dflash_jax.params import DraftParams, MtpParams, Params, TargetParams
-from dflash_jax.sampling import SamplingOptions
+from dflash_jax.sampling import GREEDY_BELOW, SamplingOptions
 
 TOKENS = 3  # the first comes from the prefill, the others from cycles
 TOP_P = 0.98
@@ -29,6 +29,7 @@ _PROMPT = 16  # tokens of the answer that serve as a prompt
 _LEAST_EXPECTED = 5  # of a bin, for chi-square to hold; smaller ones are joined
 _ALARM = 1e-4  # a right decode gives less once in ten thousand checks
 _LEAST_OUTCOMES = 8  # fewer tell nothing
+_MOST_TOKENS = 32  # the law asks for each of their cubes: 33,824 prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,15 @@ def prepare(
       sizes: of `generate`: batch, page_size, max_context, impl.
 
     Raises:
-      ValueError: a request that cannot be met.
+      ValueError: a request that cannot be met; nothing has been compiled.
     """
-    if vocabulary < 2 or temperature <= 0:
+    most = min(_MOST_TOKENS, params.target.config.real_vocab)
+    if not 2 <= vocabulary <= most or not temperature >= GREEDY_BELOW:
         raise ValueError(
-            f"check: vocabulary is {vocabulary} and temperature {temperature}, wanted at least 2, "
-            "and above 0"
+            f"check: vocabulary is {vocabulary} and temperature {temperature}, wanted 2 to {most}, "
+            f"and from {GREEDY_BELOW}"
         )
+    SamplingOptions(temperature=temperature)  # what else it may not be, before anything compiles
     progress("looking for tokens that the target says")
     plain = Params(target=params.target, draft=no_drafter())
     how = {"max_new_tokens": 8 * vocabulary, "eos_ids": [], **sizes}
