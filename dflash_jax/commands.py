@@ -73,6 +73,12 @@ def _decode(args: argparse.Namespace) -> int:
         raise UsageError(
             "decode: --check compares bits, which --verify-widths lets differ; wanted one of them"
         )
+    choice = models.choose_drafter(args.drafter, args.target, args.num_drafts)
+    if args.verify_widths and _has_no_model(choice):  # an oracle would decode before it is refused
+        raise UsageError(
+            "decode: --verify-widths are for drafters that cut their drafts, --drafter "
+            f"{choice.name} never does"
+        )
     with _fitting():
         asked = sampling_arguments.options(args)
     pair = models.load(args)
@@ -116,6 +122,11 @@ def _decode(args: argparse.Namespace) -> int:
     }
     output.finish(found, proof, facts)
     return 0 if proof is None or proof.holds else 1
+
+
+def _has_no_model(choice: models.DrafterChoice) -> bool:
+    """Whether there is no drafter, or one that is told the text."""
+    return choice.name == "none" or choice.accepts is not None
 
 
 def _check_check(args: argparse.Namespace, asked: SamplingOptions, pair: Models) -> None:
@@ -186,7 +197,7 @@ def _oracle(
 def _check(args: argparse.Namespace) -> int:
     """Compare sampled answers with the target's law; code 1 where they do not follow it."""
     choice = models.choose_drafter(args.drafter, args.target, args.num_drafts)
-    if choice.name == "none" or choice.accepts is not None:
+    if _has_no_model(choice):
         raise UsageError(f"check: drafter {choice.name} drafts nothing of its own")
     pair = models.load(args)
     with _fitting():

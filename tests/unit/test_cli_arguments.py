@@ -39,6 +39,8 @@ def lines(capsys):
         (["decode", "x", "--verify-widths", "1,x"], "'x' is not an integer"),
         (["decode", "x", "--verify-widths", "0,2"], "0 is below 1"),
         (["decode", "x", "--verify-widths", "1", "--check"], "which --verify-widths lets differ"),
+        (["decode", "x", "--verify-widths", "1", "--drafter", "none"], "--drafter none never does"),
+        (["decode", "x", "--verify-widths", "1", "--drafter", "oracle"], "cut their drafts"),
         (["decode", "--prompts", "no-such-file.jsonl"], "no-such-file.jsonl: No such file"),
         (["plan", "x"], "unrecognized arguments"),
     ],
