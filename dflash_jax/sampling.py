@@ -54,8 +54,8 @@ class SamplingOptions:
     Order: logit bias, repetition penalty, presence and frequency penalties, temperature, top-k,
     top-p, min-p. Filters and penalties change the target's distribution, which the answer follows.
 
-    temperature: 0 takes the best token; top_k, top_p, min_p and seed then have no meaning and are
-      refused.
+    temperature: 0, like all below 1e-5, takes the best token; top_k, top_p, min_p and seed then
+      have no meaning and are refused.
     top_k: keep the k most likely tokens.
     top_p: keep the most likely tokens until their probabilities reach it; at least one.
     min_p: keep tokens at least this times as likely as the most likely one.
@@ -93,7 +93,8 @@ class SamplingOptions:
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"sampling: {name} is {getattr(self, name)}, but temperature "
-                    f"{self.temperature} always takes the best token; wanted a temperature above 0"
+                    f"{self.temperature} always takes the best token; wanted a temperature from "
+                    f"{GREEDY_BELOW}"
                 )
 
     def _settle(self, name: str, value: object) -> None:

@@ -47,6 +47,7 @@ from dflash_jax.sampling import (
         ({"temperature": 0, "top_p": 0.9}, ValueError, "top_p is 0.9, but temperature 0"),
         ({"temperature": 0, "min_p": 0.1}, ValueError, "min_p is 0.1, but temperature 0"),
         ({"temperature": 1e-6, "seed": 1}, ValueError, "seed is 1, but temperature 1e-06"),
+        ({"temperature": 9e-6, "top_k": 1}, ValueError, "wanted a temperature from 1e-05"),
     ],
     ids=str,
 )
