@@ -100,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--sampling", action="store_true", help="with every option of sampling")
     parser.add_argument("--impl", choices=("auto", "xla", "pallas"), default="auto")
+    parser.add_argument("--verify-widths", type=int, nargs="*", default=[], help="to choose from")
     parser.add_argument("--hlo", type=Path, help="also write the HLO there")
     args = parser.parse_args(argv)
     device = h200()
@@ -115,7 +116,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     mode = SamplingMode(**dict.fromkeys(SamplingMode.__slots__, True)) if args.sampling else None
     params, carried = params_specs(target, draft), carriers(draft, fixed, mode)
-    static = {"fixed": fixed, "options": DecodeOptions(impl=args.impl, sampling=mode)}
+    widths = tuple(args.verify_widths)
+    options = DecodeOptions(impl=args.impl, sampling=mode, verify_widths=widths)
+    static = {"fixed": fixed, "options": options}
     if args.what == "decode":
         compiled = device.compile(loop.decode, params, *carried, **static)
     else:

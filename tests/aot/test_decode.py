@@ -87,6 +87,14 @@ def test_a_sampled_decode_is_in_place_and_sorts_nothing():
     assert facts["sorted_columns"] == 0
 
 
+def test_a_decode_that_chooses_its_width_is_in_place_in_every_branch():
+    facts = compiled("decode", "tiny", "dspark", "--verify-widths", "1", "4")
+    assert facts["num_aliases"] == facts["num_carriers"]
+    assert facts["copied"] == facts["large"] == []
+    layers = 3 * 8 + 2  # of the target in 1, 4 and all rows, of the drafter in its own
+    assert facts["pallas"]["paged_attention_segments"] == layers
+
+
 def test_a_hybrid_decode_runs_its_states_in_place_and_by_the_kernel():
     """Each layer's state is aliased, by a kernel that stands at a layer's place in the loop."""
     facts = compiled("decode", "tiny-hybrid", "dspark")
