@@ -112,15 +112,16 @@ def _dealt(
         return work(args, save)
     with tempfile.TemporaryDirectory() as folder:
         begun = [_begin(name, i, shares, Path(folder) / str(i), args) for i in range(shares)]
-        codes = [process.wait() for process in begun]
         rows = []
-        for i, code in enumerate(codes):
+        for i, process in enumerate(begun):
+            code = process.wait()
             path = Path(folder) / str(i) / f"{name}.json"
             record = json.loads(path.read_text()) if path.is_file() else {}
             rows += record.get("rows", [])
-            if code or record.get("failed") or record.get("unfinished"):
+            if code or not record or record.get("failed") or record.get("unfinished"):
                 failed = record.get("failed", f"exit code {code}")
                 rows.append({"op": f"share {i}", "right": False, "failed": failed})
+            save({"rows": rows})  # kept if time runs out on the others
     return rows
 
 

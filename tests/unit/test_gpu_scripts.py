@@ -91,7 +91,10 @@ def test_a_share_that_dies_is_a_wrong_row_and_the_others_keep_theirs(
 
     monkeypatch.setattr(gpu_sections, "_begin", begin)
     args = gpu_check.parse(["law", "--out", str(tmp_path)])
-    rows = gpu_sections._dealt("law", lambda *_: [], 2, args, lambda record: None)
+    kept = []
+    save = lambda record: kept.append(len(record["rows"]))
+    rows = gpu_sections._dealt("law", lambda *_: [], 2, args, save)
+    assert kept == [1, 3]  # as they end, not when all have
     assert [row["right"] for row in rows] == [True, True, False]
     assert rows[2]["failed"] == "exit code 7"
 
