@@ -89,6 +89,10 @@ def _compile(job: Job, sequences: Sequence[Tracked], carriers: Carriers) -> None
     if any(one.budget > 1 for one in sequences):
         job.progress("compiling decode")
         compiled.append(loop.decode.lower(job.params, *carriers, **static).compile())
+    # What a batch is put together with is many small programs, which would count as waiting.
+    state, _ = _load_batch(job, sequences[: job.fixed.batch], carriers[1])
+    if any(one.sampling.stop for one in sequences):
+        _end.lower(state, np.zeros(job.fixed.batch, bool)).compile()
     job.report.compile_seconds = time.perf_counter() - start
     if job.options.certify:
         job.report.executable = _fingerprint(compiled)

@@ -1,6 +1,7 @@
 """generate and stream over a tiny target with prompt lookup; all tests share three executables."""
 
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import engine, loop
+from dflash_jax import engine, loop, run
 from dflash_jax.state import Status
 from dflash_jax.tokenizer import Tokenizer
 from scripts.make_tiny import write_tiny_pair
@@ -152,6 +153,35 @@ def test_the_second_row_of_a_batch_waits_for_the_firsts_prompt(answers):
     first, second = (one.stats for one in answers[:2])
     assert first.queue_seconds[0] < first.ttft_seconds[0] <= second.queue_seconds[0]
     assert second.queue_seconds[0] < second.ttft_seconds[0]
+
+
+def test_no_time_but_that_of_compiling_holds_any(params, tokenizer, monkeypatch):
+    """What a batch is loaded and ended with compiles before the clock of the first token starts."""
+    job = engine.prepare(
+        params,
+        ["a"],
+        tokenizer=tokenizer,
+        max_new_tokens=4,
+        batch=5,  # no other test has compiled for it
+        page_size=8,
+        max_context=40,
+        options=loop.DecodeOptions(),
+        sampling=dj.SamplingOptions(temperature=0, presence_penalty=1, stop="x"),
+    )
+    carriers = run.fresh_carriers(job)
+    for large in (loop.prefill, loop.decode):
+        monkeypatch.setattr(large, "lower", lambda *args, **static: mock.Mock(), raising=False)
+    run._compile(job, job.sequences, carriers)
+    assert job.report.compile_seconds > 0
+    compiled = []
+    listen = lambda event, seconds, **about: compiled.append(event) if "compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        state, _ = run._load_batch(job, job.sequences, carriers[1])
+        run._end(state, np.ones(5, bool))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
 
 
 def test_prompts_of_a_bucket_share_one_executable(params, answers):
