@@ -22,10 +22,10 @@ DTYPES = ("float32", "bfloat16")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not `None` and `False`, which say nothing."""
+    """Shows defaults, but not `None`, `False` and `()`, which say nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False):
+        if action.default in (None, False, ()):
             return action.help
         return super()._get_help_string(action)
 
@@ -73,6 +73,8 @@ def _cache(args: argparse.Namespace) -> int:
 
     try:
         executable_cache.report(clears=args.clear)
+    except BrokenPipeError:  # an OSError, and for `main`
+        raise
     except OSError as error:
         return _say(f"cache: {error.filename}: {error.strerror}", 1)
     return 0
@@ -168,7 +170,8 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampling", action="store_true", required=True, help="what to check; there is no other"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="from 1e-5")
+    # At 1 most models say too few sequences for 400 answers to tell anything.
+    parser.add_argument("--temperature", type=float, default=3.0, metavar="T", help="from 1e-5")
     parser.add_argument("--samples", type=_at_least(1), default=400, metavar="N", help="answers")
     parser.add_argument(
         "--vocabulary",

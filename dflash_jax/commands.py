@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         with _fitting():
             check_impl(args.command, args.impl)
         return {"decode": _decode, "check": _check, "plan": _plan}[args.command](args)
-    except UsageError:
+    except (UsageError, BrokenPipeError):  # the second: an OSError that `cli` ends
         raise
     except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
         print(f"dflash: {_sentence(error)}", file=sys.stderr)

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command that `cli` parsed and return its exit code."""
     try:
         return {"doctor": _doctor, "convert": _convert}[args.command](args)
-    except UsageError:
+    except (UsageError, BrokenPipeError):  # the second: an OSError that `cli` ends
         raise
     except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
         print(f"dflash: {str(error).strip() or type(error).__name__}", file=sys.stderr)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import cli, commands, engine, memory
+from dflash_jax import cli, commands, engine, executable_cache, memory, pair_commands
 from dflash_jax.params import Params
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.weights import load_drafter, load_target
@@ -206,6 +206,22 @@ def test_an_interrupt_ends_with_a_word_and_code_1(dflash, monkeypatch):
     monkeypatch.setattr(engine, "generate", interrupted)
     code, out, err = dflash("decode", *decode_arguments("the end"))
     assert code == 1 and out == [] and err.endswith("dflash: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "module, name, argv",
+    [(commands, "_plan", ["plan"]), (pair_commands, "_doctor", ["doctor"])]
+    + [(executable_cache, "report", ["cache"])],
+)
+def test_a_reader_that_goes_away_ends_it_without_a_word(monkeypatch, capsys, module, name, argv):
+    def closed(*_, **__):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(commands, "keep_executables", lambda: None)
+    monkeypatch.setattr(module, name, closed)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # `main` takes it away
+    assert cli.main(argv) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_an_answer_that_stdout_cannot_show_ends_with_code_1(dflash, monkeypatch):
