@@ -73,7 +73,7 @@ def prepare(
     params: Params,
     prompt: Sequence[int],
     *,
-    temperature: float = 1.0,
+    temperature: float = 3.0,
     vocabulary: int = 4,
     progress: Callable[[str], None] = lambda words: None,
     **sizes: Any,

@@ -80,7 +80,7 @@ def test_what_cannot_be_checked_is_refused_by_the_command(tmp_path, capsys, monk
     assert "vocabulary is 4 and temperature 0.0, wanted" in capsys.readouterr().err
     # Its law would take a number of prompts that no memory holds.
     assert cli.main(["check", "--sampling", *models, "--vocabulary", "100000"]) == 2
-    assert "vocabulary is 100000 and temperature 1.0, wanted 2 to 32" in capsys.readouterr().err
+    assert "vocabulary is 100000 and temperature 3.0, wanted 2 to 32" in capsys.readouterr().err
     assert cli.main(["check", "--sampling", *models, "--temperature", "inf"]) == 2
     assert "looking for tokens" not in (err := capsys.readouterr().err) and "inf, wanted" in err
     assert cli.main(["check", "--sampling", "--target", str(at.target), "--drafter", "none"]) == 2
