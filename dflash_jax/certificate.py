@@ -26,8 +26,9 @@ class Certificate:
         where = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         if not self.holds:
             return f"certificate: DIFFERENT: {self.difference} ({where})"
+        answers = f"{self.num_sequences} answer{'s'[: self.num_sequences != 1]}"
         return (
-            f"certificate: equal: {self.num_tokens} tokens ({self.num_sequences} answers) and "
+            f"certificate: equal: {self.num_tokens} tokens ({answers}) and "
             f"the hashes of their logits, drafted and plain, executable {self.executable} ({where})"
         )
 
