@@ -61,9 +61,9 @@ def test_a_cycle_searches_rows_of_the_vocabulary_in_two_launches_a_search(shapes
 
 
 @pytest.mark.parametrize(("shapes", "drafter"), _DECODES)
-def test_logits_come_from_the_kernel_where_it_measured_faster(shapes, drafter):
-    heads = {"tiny": 0, "qwen3-8b": 2}[shapes]  # the drafter's rows and the target's
-    assert compiled("decode", shapes, drafter)["pallas"].get("skinny_matmul", 0) == heads
+def test_products_are_xlas_where_it_measured_faster(shapes, drafter):
+    found = compiled("decode", shapes, drafter)["pallas"]
+    assert not [name for name in found if "skinny" in name]
 
 
 @pytest.mark.parametrize(("shapes", "drafter"), _DECODES)

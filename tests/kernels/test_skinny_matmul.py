@@ -161,7 +161,13 @@ def test_auto_takes_the_kernel_up_to_the_rows_of_the_table_and_xlas_product_abov
         assert tuned.auto_rows == 0 or tuned.kernel_us < tuned.xla_us
         for rows in (1, 16, 32, 33, 128):
             assert ("pallas_call" in by_auto(rows, inner, out)) == (rows <= tuned.auto_rows)
-    assert TUNED[4096, 151936].auto_rows == 32
+
+
+def test_a_table_that_says_so_gives_auto_the_kernel_up_to_its_rows(monkeypatch):
+    chosen = TUNED[4096, 151936]._replace(auto_rows=32)
+    monkeypatch.setitem(TUNED, (4096, 151936), chosen)
+    taken = ["pallas_call" in by_auto(rows, 4096, 151936) for rows in (1, 16, 32, 33, 128)]
+    assert taken == [True, True, True, False, False]
 
 
 def test_auto_on_a_cpu_is_xlas_product(monkeypatch):
