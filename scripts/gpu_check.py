@@ -57,7 +57,7 @@ def start(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]
     """Run one section in its own process and return its record, with what became of it."""
     command = [sys.executable, __file__, name, "--in-process", "--out", str(args.out)]
     command += ["--platform", args.platform, "--repeats", str(args.repeats)]
-    command += ["--sanitizer-seconds", str(min(args.sanitizer_seconds, max(30, seconds / 3)))]
+    command += ["--sanitizer-seconds", str(min(args.sanitizer_seconds, max(30, seconds / 2 - 5)))]
     command += ["--smoke"] * args.smoke + (["--commit", args.commit] if args.commit else [])
     began = time.perf_counter()
     path = args.out / f"{name}.json"
