@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dflash_jax.fixed import Fixed
 from dflash_jax.sampling import SamplingMode
 from dflash_jax.shapes import check_integers
@@ -31,11 +33,12 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         widths = self.verify_widths
-        if isinstance(widths, str) or not isinstance(widths, Sequence):
+        if isinstance(widths, str) or not isinstance(widths, Sequence | np.ndarray):
             raise TypeError(f"verify_widths are {widths!r}, wanted a list of integers")
         for width in widths:
             check_integers("verify_widths", width=width)
-        object.__setattr__(self, "verify_widths", tuple(map(int, widths)))  # hashable
+        widths = tuple(map(int, widths))  # hashable
+        object.__setattr__(self, "verify_widths", widths)
         if widths and self.certify:
             raise ValueError(
                 f"verify_widths are {list(widths)} and certify is True, wanted one of them: bits "
@@ -49,6 +52,11 @@ class DecodeOptions:
           ValueError: `verify_widths` that are not ascending, or not below the full width.
         """
         given, full = self.verify_widths, fixed.verify_rows
+        if given and full == 1:
+            raise ValueError(
+                f"verify_widths are {list(given)}, but a step without drafts has one row, wanted "
+                "none"
+            )
         if any(not 1 <= width < full for width in given) or list(given) != sorted(set(given)):
             raise ValueError(
                 f"verify_widths are {list(given)}, wanted ascending numbers from 1 to {full - 1}: "
