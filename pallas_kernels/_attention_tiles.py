@@ -4,22 +4,22 @@ NVIDIA H200, 2026-11-30, 16 query rows, 32/8 heads of 128 in bf16, pages of 64, 
 with the segments and their keys (lanes = sequences x kv heads; a..b = growing from a to b):
 
     lanes    1k keys           4k                32k
-        8    8 x 128     9.1   16 x 256   13.4   128..1024    53
-       64    4 x 256    20.5   4 x 1024   56.8*  1024..8192  329
-      256    1 x 1024   44.2   1 x 4096  158     1024..8192 1312*
+        8    8 x 128     9.1   16 x 256   14.6   128..1024    57
+       64    4 x 256    22.0   4 x 1024   50.4   1024..8192  320
+      256    1 x 1024   47.1   1 x 4096  157     1024..8192 1100
 
-* another machine, 3 to 5 % faster, before the last change of the kernel, which took up to a fifth
-off. 1k keys in a table for 32k are 8 x 128 too, 11.8. One sequence of 1k or 4k keys took 9.9 or
-15.2 with segments half as long, whose results take longer to fold; 32k keys took 55.3 with ones
-twice as long. Blocks of 64 keys, 4 warps and 3 stages in all of them: 2 stages took 3 to 15 %
-longer, 8 warps 13 %. Other capacities and lanes, f32, and head dims other than 128 have not been
-measured. Their tiles are sized by what compiles for an H200 without spilling and leaves room for
-two programs a multiprocessor: a block of K or V takes at most 16 KiB. With 16-bit heads of 128 that
-is 112 KiB of shared memory and 174 registers; a GPU with less than that (8.6, 8.9, 12.0 and
-generations that are not known) gets 2 stages, 80 KiB, and the same bits.
+1k keys in a table for 32k are 8 x 128 too, 12.4. In another run one sequence of 1k or 4k keys took
+9.9 or 15.2 with segments half as long, whose results take longer to fold, and 9.1 or 13.4 with
+these; 32k keys took 55.3 with ones twice as long and 53.0 with these. Blocks of 64 keys, 4 warps
+and 3 stages in all of them: 2 stages took 3 to 15 % longer, 8 warps 13 %. Other capacities and
+lanes, f32, and head dims other than 128 have not been measured. Their tiles are sized by what
+compiles for an H200 without spilling and leaves room for two programs a multiprocessor: a block of
+K or V takes at most 16 KiB. With 16-bit heads of 128 that is 112 KiB of shared memory and 174
+registers; a GPU with less than that (8.6, 8.9, 12.0 and generations that are not known) gets 2
+stages, 80 KiB, and the same bits.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -45,9 +45,6 @@ class AttentionConfig:
     block_s: keys of one step of its loop.
     first_segment, longest_segment: keys of the segments at position 0, and at most; multiples of
       block_s.
-    narrow_parts: whether the sums that a segment leaves are rounded to bf16, for bf16 queries. That
-      halves the bytes between the two kernels: 3 to 14 % of the time of one sequence, for 0.2 to
-      0.6e-3 of error beside 2e-3.
     """
 
     block_r: int
@@ -56,10 +53,9 @@ class AttentionConfig:
     longest_segment: int
     num_warps: int = 4
     num_stages: int = 3
-    narrow_parts: bool = False
 
     def __post_init__(self):
-        for name in (f.name for f in fields(self) if f.name != "narrow_parts"):
+        for name in self.__slots__:
             value = getattr(self, name)
             any_size = name == "num_stages"
             if not isinstance(value, int) or value < 1 or not (any_size or is_power_of_2(value)):

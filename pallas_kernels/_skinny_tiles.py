@@ -36,12 +36,11 @@ class SkinnyMatmulConfig:
 
 
 class Tuned(NamedTuple):
-    """A measured choice; impl="auto" runs the kernel on CUDA for up to `auto_rows` rows."""
+    """A measured choice, beside XLA's product."""
 
     config: SkinnyMatmulConfig
     kernel_us: float
     xla_us: float
-    auto_rows: int
     source: str
 
 
@@ -49,15 +48,14 @@ class Tuned(NamedTuple):
 # Qwen3-8B shapes took 5.46 ms with XLA's products and 7.01 with these, batch 1, in one run.
 _ALONE = "2026-11, JAX 0.11.2, each product alone; slower than XLA in a whole stack"
 TUNED: dict[tuple[int, int], Tuned] = {
-    (4096, 6144): Tuned(SkinnyMatmulConfig(64, 128, 2, 4, 4), 15.2, 17.8, 0, _ALONE),
-    (4096, 4096): Tuned(SkinnyMatmulConfig(64, 64, 4, 4, 6), 10.8, 12.6, 0, _ALONE),
-    (4096, 24576): Tuned(SkinnyMatmulConfig(64, 64, 1, 4, 6), 50.5, 53.4, 0, _ALONE),
-    (12288, 4096): Tuned(SkinnyMatmulConfig(64, 128, 4, 4, 4), 26.9, 30.6, 0, _ALONE),
+    (4096, 6144): Tuned(SkinnyMatmulConfig(64, 128, 2, 4, 4), 15.2, 17.8, _ALONE),
+    (4096, 4096): Tuned(SkinnyMatmulConfig(64, 64, 4, 4, 6), 10.8, 12.6, _ALONE),
+    (4096, 24576): Tuned(SkinnyMatmulConfig(64, 64, 1, 4, 6), 50.5, 53.4, _ALONE),
+    (12288, 4096): Tuned(SkinnyMatmulConfig(64, 128, 4, 4, 4), 26.9, 30.6, _ALONE),
     (4096, 151936): Tuned(
         SkinnyMatmulConfig(64, 128, 1, 4, 4),
         361.1,
         347.6,
-        0,
         "NVIDIA H200, 2026-11-30, JAX 0.11.2, f32 out, in one run",
     ),
 }
@@ -83,16 +81,6 @@ def tiles_for(inner: int, out: int, itemsize: int) -> SkinnyMatmulConfig:
     while blocks * split < _PROGRAMS and 2 * blocks * split <= _MAX_PROGRAMS and split < 8:
         split *= 2
     return SkinnyMatmulConfig(split_k=split)
-
-
-def auto_takes_kernel(rows: int, inner: int, out: int) -> bool:
-    """Whether impl="auto" runs the kernel for so many rows and a weight `[out, inner]`.
-
-    Shapes decide, as they do of tiles: within one executable a row has one product. Executables
-    for other numbers of rows may have the other one, so other last bits, and those of two batch
-    sizes are not compared bit by bit anyway.
-    """
-    return (inner, out) in TUNED and rows <= TUNED[inner, out].auto_rows
 
 
 def rows_in_block(rows: int, inner: int, config: SkinnyMatmulConfig, *, has_norm: bool) -> int:

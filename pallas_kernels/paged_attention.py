@@ -198,19 +198,12 @@ def _by_kernel(
         grid = (kv_heads, tiles, b)
         return launch(_in_turn_kernel, "paged_attention", grid, [out], operands, config)[0]
     lanes = (b, kv_heads, tiles, segments, m_rows)
-    partials = [jax.ShapeDtypeStruct(lanes, jnp.float32)] * 2
-    partials += [jax.ShapeDtypeStruct((*lanes, d), _part_dtype(q, config))]
+    partials = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lanes, lanes, (*lanes, d))]
     grid = (kv_heads, tiles * b, segments)  # the first runs fastest
     name = "paged_attention_segments"
     partials = launch(_segment_kernel, name, grid, partials, operands, config)
     operands = (*partials, args)
     return launch(_fold_kernel, "paged_attention_fold", (h, r, b), [out], operands, None)[0]
-
-
-def _part_dtype(q, config: AttentionConfig):
-    """The dtype in which the weighted values of a segment are left for the fold."""
-    is_narrow = config.narrow_parts and q.dtype == jnp.bfloat16  # f16 would overflow
-    return jnp.bfloat16 if is_narrow else jnp.float32
 
 
 def _call(kernel, name, grid, outs, operands, config, *, sizes: _Sizes, interpret: bool):
@@ -237,7 +230,7 @@ def _segment_kernel(
     args_ref,  # u32[B, 3]
     m_ref,  # out f32[B, K, tiles, segments, M]
     l_ref,  # out f32[B, K, tiles, segments, M]
-    acc_ref,  # out f32|bf16[B, K, tiles, segments, M, D]
+    acc_ref,  # out f32[B, K, tiles, segments, M, D]
     *,
     sizes: _Sizes,
 ):
@@ -257,14 +250,13 @@ def _segment_kernel(
         plgpu.store(m_ref.at[*at, row], found.m)
         plgpu.store(l_ref.at[*at, row], found.l)
         mask = jnp.broadcast_to((column < sizes.head_dim)[None], found.acc.shape)
-        acc = found.acc.astype(acc_ref.dtype)
-        plgpu.store(acc_ref.at[*at, row[:, None], column[None]], acc, mask=mask)
+        plgpu.store(acc_ref.at[*at, row[:, None], column[None]], found.acc, mask=mask)
 
 
 def _fold_kernel(
     m_ref,  # f32[B, K, tiles, segments, M]
     l_ref,  # f32[B, K, tiles, segments, M]
-    acc_ref,  # f32|bf16[B, K, tiles, segments, M, D]
+    acc_ref,  # f32[B, K, tiles, segments, M, D]
     args_ref,  # u32[B, 3]
     out_ref,  # out [B, R, H, D]
     *,
@@ -288,7 +280,7 @@ def _fold_kernel(
             m = plgpu.load(m_ref.at[at], mask=live, other=MASK_VALUE)
             l = plgpu.load(l_ref.at[at], mask=live, other=0.0)
             acc = plgpu.load(acc_ref.at[*at, column], mask=live & exists, other=0.0)
-            carry = _fold(_Softmax(*carry), _Softmax(m, l, acc.astype(jnp.float32)))
+            carry = _fold(_Softmax(*carry), _Softmax(m, l, acc))
         return carry
 
     empty = _Softmax(jnp.float32(MASK_VALUE), jnp.float32(0), jnp.zeros(column.shape, jnp.float32))
@@ -315,9 +307,7 @@ def _in_turn_kernel(
     attend = partial(_attend, refs, (sequence, kv_head, tile), visible=visible, sizes=sizes)
 
     def fold_next(segment, carry):
-        found = attend(keys=sizes.segments.keys_of(segment))
-        acc = found.acc.astype(_part_dtype(q_ref, sizes.config)).astype(jnp.float32)
-        return _fold(_Softmax(*carry), found._replace(acc=acc))
+        return _fold(_Softmax(*carry), attend(keys=sizes.segments.keys_of(segment)))
 
     if sizes.segments.count == 1:
         _, l, acc = attend(keys=visible)

@@ -13,11 +13,9 @@ for their statistics, which spares a small model a launch a product. A short pro
 waits, for memory and for the tensor cores' sums: its few steps are all under way at once, meanwhile
 the statistics are made, and the residual is read before all.
 
-"auto" runs XLA's product unless that table says otherwise: today it never does, since XLA is faster
-in the whole loop. The table goes by the number of rows too, so a row's bits are the same wherever
-it stands in one executable, drafted or plain, while executables for other numbers of rows may round
-its sums otherwise. impl="triton" (`skinny_matmul` alone) is the same tile loop through jax-triton,
-3 to 10 % slower where both were timed, for the day that Pallas' Triton backend goes.
+"auto" runs XLA's product, which is faster in the whole loop. impl="triton" (`skinny_matmul` alone)
+is the same tile loop through jax-triton, within 10 % of it for a large layer's products, for the
+day that Pallas' Triton backend goes.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +39,6 @@ from pallas_kernels._launch import (
 from pallas_kernels._skinny_tiles import (
     SHORT_SUM,
     SkinnyMatmulConfig,
-    auto_takes_kernel,
     rows_in_block,
     stages_that_fit,
     tiles_for,
@@ -315,9 +312,7 @@ def skinny_matmul(
     config = _check_config(op, config) or tiles_for(inner, out, dtype.itemsize)
     if impl == "triton":
         return _by_triton(op, x, w, norm, residual, eps=eps, out_dtype=out_dtype, config=config)
-    kernel = partial(skinny_matmul_pallas, config=config)
-    if impl == "auto" and not auto_takes_kernel(n, inner, out):
-        kernel = None
+    kernel = None if impl == "auto" else partial(skinny_matmul_pallas, config=config)
     arrays = (x, w, norm, residual)
     return dispatch(op, impl, kernel, skinny_matmul_xla, *arrays, eps=eps, out_dtype=out_dtype)
 
@@ -347,14 +342,12 @@ def skinny_matmul_swiglu(
       [N, F] rows in the dtype of `x`.
     """
     op = "skinny_matmul_swiglu"
-    n, out = _check_operands(op, x, w_gate_up, "w_gate_up", norm)
+    _, out = _check_operands(op, x, w_gate_up, "w_gate_up", norm)
     if out % 2:
         raise ValueError(f"{op}: w_gate_up has {out} rows, wanted gate and up, so an even number")
     inner = jnp.shape(w_gate_up)[1]
     config = _check_config(op, config) or tiles_for(inner, out, jnp.result_type(x).itemsize)
-    kernel = partial(skinny_matmul_swiglu_pallas, config=config)
-    if impl == "auto" and not auto_takes_kernel(n, inner, out):
-        kernel = None
+    kernel = None if impl == "auto" else partial(skinny_matmul_swiglu_pallas, config=config)
     return dispatch(op, impl, kernel, skinny_matmul_swiglu_xla, x, w_gate_up, norm, eps=eps)
 
 

@@ -10,7 +10,6 @@ JSON object.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dflash_jax.train.arguments import Parser, answer, at_least
+from dflash_jax.train.arguments import Parser, answer, at_least, finish
 
 BYTES_A_US = 4.3e6  # that an H200's memory gives, as in the budget of a cycle
 
@@ -100,11 +99,7 @@ def measure(args: argparse.Namespace) -> int:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    line = json.dumps(report)
-    if args.out is not None:
-        args.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
-    return 0
+    return finish(report, args.out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ layer over the whole prompt. The last line of stdout is one JSON object.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout without installing
 
 from dflash_jax.prompts import UsageError
-from dflash_jax.train.arguments import Parser, answer, at_least, ids_of
+from dflash_jax.train.arguments import Parser, answer, at_least, finish, ids_of
 from scripts.random_pair import DRAFTERS, SHAPES
 
 PEAK = 790e12  # operations a second of an 8192 x 8192 x 8192 bf16 product
@@ -77,11 +76,7 @@ def measure(args: argparse.Namespace) -> int:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    line = json.dumps(report)
-    if args.out is not None:
-        args.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
-    return 0
+    return finish(report, args.out)
 
 
 def say(text: str, values: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 python scripts/check_torch_cycle.py --drafter dflash2 --attention fold
 
-`--shapes tiny-hybrid` does so with Gated-DeltaNet layers, `--library` compares that target with
+`--shapes tiny-hybrid` does so with Gated-DeltaNet layers, `--package` compares that target with
 `dflash_jax`'s as well. `TRITON_INTERPRET=1` runs `--recurrence triton` without a GPU.
 """
 
@@ -209,18 +209,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("eager", "default"), default="eager")
     parser.add_argument("--shapes", choices=("tiny", "tiny-hybrid"), default="tiny")
     parser.add_argument("--recurrence", choices=("unrolled", "triton"), default="unrolled")
-    parser.add_argument("--library", action="store_true", help="hybrid: as in dflash_jax, too")
+    parser.add_argument("--package", action="store_true", help="hybrid: as in dflash_jax, too")
     args = parser.parse_args(argv)
-    if args.library and args.shapes != "tiny-hybrid":
-        parser.error("--library compares hybrid targets: wanted --shapes tiny-hybrid")
+    if args.package and args.shapes != "tiny-hybrid":
+        parser.error("--package compares hybrid targets: wanted --shapes tiny-hybrid")
     setting = Setting(args.shapes, 2, 32, 8, args.drafter, 3, args.mode, args.recurrence)
     with torch.no_grad():
-        compared = check(setting, args.attention, args.library)
+        compared = check(setting, args.attention, args.package)
     told = [args.shapes, args.drafter, args.attention, args.mode]
     told += [args.recurrence] * (args.shapes == "tiny-hybrid")
     print(
         f"{', '.join(told)}: {compared} rows as in a plain forward"
-        + " and the library" * args.library
+        + " and the library" * args.package
     )
     return 0
 

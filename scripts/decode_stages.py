@@ -139,8 +139,7 @@ def stage_times(
 def kernel_table(run: Callable[[], Any], cycles: int, top: int = 25) -> list[dict[str, Any]]:
     """Device time of the kernels of `run()`, by name without numbers, longest first.
 
-    XLA turns command buffers off while it profiles, so that a kernel's own time is right and the
-    gaps between kernels are not those of a decode.
+    A kernel's own time is right; the gaps between kernels are not those of a decode.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

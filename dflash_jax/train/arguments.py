@@ -4,8 +4,10 @@ Exit code 0: done; 1: it failed; 2: the command was not right. Importing this im
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_jax.prompts import UsageError
@@ -98,6 +100,15 @@ def answer(
         return _say(parser, error, 1)
     except KeyboardInterrupt:
         return _say(parser, "interrupted", 1)
+
+
+def finish(report: Mapping[str, Any], out: Path | None) -> int:
+    """Print a report as the last line of stdout, also write it to `out`; the exit code."""
+    line = json.dumps(report)
+    if out is not None:
+        out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 0
 
 
 def _say(parser: Parser, message: object, code: int) -> int:

@@ -17,7 +17,7 @@ from tests.cases import AttentionCase
 from tests.kernels.compare import assert_close, assert_same_bits
 from tests.reference import ops
 
-pytestmark = pytest.mark.usefixtures("strict_dtypes", "little_optimisation")
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
 
 @cache
@@ -95,18 +95,6 @@ def test_windows_have_the_same_bits_in_parallel_and_in_turn():
     assert_close(want, reference(q, k_pool, v_pool, table, args))
     part = args + np.array([0, 64, 64], np.uint32)
     assert_same_bits(attend(q[:, 64:], k_pool, v_pool, table, part), want[:, 64:])
-
-
-def test_narrow_parts_have_the_same_bits_in_parallel_and_in_turn():
-    case = dataclasses.replace(LONG, dtype="bf16")
-    q, *rest, args = cases.make_attention(case)
-    wide = kernel(config=CONFIG)(q, *rest, args)
-    attend = kernel(config=dataclasses.replace(CONFIG, narrow_parts=True))
-    want = np.asarray(attend(q, *rest, args))
-    assert (want != np.asarray(wide)).any()
-    assert_close(want, np.asarray(wide, np.float32))
-    part = args + np.array([0, 64, 64], np.uint32)
-    assert_same_bits(attend(q[:, 64:], *rest, part), want[:, 64:])
 
 
 def test_a_row_that_sees_no_key_is_zero_and_a_missing_page_hides_its_own_keys():

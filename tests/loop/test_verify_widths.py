@@ -21,14 +21,6 @@ pytestmark = pytest.mark.usefixtures("strict_dtypes")
 LEAD = 10 * kit.TOLERANCE  # of a choice, over the largest logit; f32 errs by less than a tenth
 
 
-@pytest.fixture(autouse=True)
-def compile_effort():
-    """What a width may change, it may change however the compiler optimises."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture
 def ran(monkeypatch):
     """Rows of each call of the target that was really run, as the device reports them."""
