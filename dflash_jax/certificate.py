@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_jax.engine import Generation
+from dflash_jax.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,10 @@ class Certificate:
         where = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         if not self.holds:
             return f"certificate: DIFFERENT: {self.difference} ({where})"
-        answers = f"{self.num_sequences} answer{'s'[: self.num_sequences != 1]}"
+        tokens = counted(self.num_tokens, "token")
+        answers = counted(self.num_sequences, "answer")
         return (
-            f"certificate: equal: {self.num_tokens} tokens ({answers}) and "
+            f"certificate: equal: {tokens} ({answers}) and "
             f"the hashes of their logits, drafted and plain, executable {self.executable} ({where})"
         )
 
@@ -85,7 +87,8 @@ def _difference(index: int, drafted: Generation, plain: Generation) -> str | Non
         if drafted.hashes[position] != plain.hashes[position]:
             return f"prompt {index}, new token {position}: token {one} has other logits"
     if len(drafted.ids) != len(plain.ids):
-        return f"prompt {index}: {len(drafted.ids)} tokens drafted, {len(plain.ids)} plain"
+        tokens = counted(len(drafted.ids), "token")
+        return f"prompt {index}: {tokens} drafted, {len(plain.ids)} plain"
     if drafted.finish_reason != plain.finish_reason:
         return (
             f"prompt {index}: ends by {drafted.finish_reason} drafted, {plain.finish_reason} plain"

@@ -33,6 +33,7 @@ from dflash_jax.params import Params
 from dflash_jax.prompts import UsageError
 from dflash_jax.sampling import SamplingOptions, with_seed
 from dflash_jax.weights import read_configs
+from dflash_jax.words import counted
 from pallas_kernels import check_impl
 
 
@@ -213,7 +214,7 @@ def _check(args: argparse.Namespace) -> int:
             progress=lambda words: print(words, file=sys.stderr),
             **sizes,
         )
-        print(f"decoding {args.samples} answers", file=sys.stderr)
+        print(f"decoding {counted(args.samples, 'answer')}", file=sys.stderr)
         found = sampling_check.judge(
             trial,
             samples=args.samples,
@@ -239,8 +240,9 @@ def _plan(args: argparse.Namespace) -> int:
     rows = memory.estimate(target, draft, fixed)
     print(
         f"target {args.target}, drafter {choice.name}, {fixed.hidden.dtype}, kernels {args.impl}\n"
-        f"{fixed.batch} sequences of {fixed.capacity} tokens in pages of {fixed.page_size}, "
-        f"{fixed.num_drafts} drafts a cycle, {fixed.num_rows} rows a step"
+        f"{counted(fixed.batch, 'sequence')} of {fixed.capacity} tokens in pages of "
+        f"{fixed.page_size}, {counted(fixed.num_drafts, 'draft')} a cycle, "
+        f"{counted(fixed.num_rows, 'row')} a step"
     )
     for what, size in [*rows, ("total", sum(size for _, size in rows))]:
         print(f"{what:<18} {size / 2**20:>10.1f} MiB")

@@ -24,6 +24,7 @@ from dflash_jax.mtp_config import MtpConfig
 from dflash_jax.pairs import misfits
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.weights import PathLike, read_configs, resolve_target
+from dflash_jax.words import counted
 
 GREEN, AMBER, RED = "green", "amber", "red"
 _CONTEXT = 4096  # tokens that memory is reckoned for, unless the caller says
@@ -145,15 +146,16 @@ def _tokenizer(target: PathLike) -> Tokenizer | None:
 def _target(config: TargetConfig, hf: dict[str, Any]) -> str:
     stored = hf.get("dtype") or hf.get("torch_dtype") or "dtype not said"
     return (
-        f"{config.model_type}, {config.num_layers} layers of width {config.width}, vocabulary "
-        f"{config.vocab}, {stored}"
+        f"{config.model_type}, {counted(config.num_layers, 'layer')} of width {config.width}, "
+        f"vocabulary {config.vocab}, {stored}"
     )
 
 
 def _drafter(pair: _Pair, path: PathLike) -> list[Finding]:
     """Family and form, and whether the file has the tensors that its config asks for."""
     draft = pair.draft
-    what = f"{draft.kind} in {pair.publisher} form, {draft.num_layers} layers of {draft.width}"
+    layers = counted(draft.num_layers, "layer")
+    what = f"{draft.kind} in {pair.publisher} form, {layers} of {draft.width}"
     try:
         count = check_tensors(path, pair.target)
     except _FAILURES as error:
@@ -289,7 +291,7 @@ def _block(pair: _Pair) -> Iterator[Finding]:
         how = "every row drafts the token behind its own (next-token rows)"
     else:
         how = "the anchor's row drafts nothing, each other row its own position (fill-in rows)"
-    yield _green(f"{draft.block_rows} rows, {draft.max_drafts} drafts; {how}")
+    yield _green(f"{counted(draft.block_rows, 'row')}, {counted(draft.max_drafts, 'draft')}; {how}")
 
 
 def _template(pair: _Pair) -> Iterator[Finding]:
@@ -376,7 +378,7 @@ def _head(
         drafter,
         Finding("taps", GREEN, f"reads the target's hidden rows {which} the final norm"),
         Finding("vocabulary", GREEN, f"{head.layer.vocab} ids, the target's tables"),
-        Finding("block", GREEN, f"{head.max_drafts} drafts, one after another"),
+        Finding("block", GREEN, f"{counted(head.max_drafts, 'draft')}, one after another"),
         *template,
         *_memory(target, head, sizes),
     ]

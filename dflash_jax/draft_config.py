@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_jax.draft_forms import WHO, draft_form
 from dflash_jax.json_values import REQUIRED, Json, flag, integer, items, number
 from dflash_jax.rope_config import RopeConfig
+from dflash_jax.words import counted
 
 if TYPE_CHECKING:
     from dflash_jax.mtp_config import MtpConfig  # which imports this module
@@ -267,7 +268,7 @@ def _layer_attention(config: Json, num_layers: int, who: str) -> tuple[LayerAtte
     if unknown:
         raise NotImplementedError(f"{who}: layer types {sorted(unknown)} are not supported")
     if len(kinds) != num_layers:
-        raise ValueError(f"{who}: {len(kinds)} layer_types for {num_layers} layers")
+        raise ValueError(f"{who}: {len(kinds)} layer_types for {counted(num_layers, 'layer')}")
     window = integer(config, "sliding_window", who, None, least=0) if slides else None
     window = integer(config, "swa_window_size", who, window, least=0) or None  # 0: none
     causal = config.get("is_causal")

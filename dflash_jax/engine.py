@@ -27,6 +27,7 @@ from dflash_jax.state import Buffers, DecodeState, Status
 from dflash_jax.stats import Stats
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tracked import Tracked
+from dflash_jax.words import counted
 
 __all__ = ["DecodeError", "Generation", "generate", "start", "stream", "summary"]
 
@@ -219,7 +220,8 @@ def start(
         fixed=fixed,
     )
     if len(job.sequences) > fixed.batch:
-        raise ValueError(f"start: {len(job.sequences)} prompts for a batch of {fixed.batch}")
+        count = counted(len(job.sequences), "prompt")
+        raise ValueError(f"start: {count} for a batch of {fixed.batch}")
     if any(one.budget < 1 for one in job.sequences):
         raise ValueError("start: max_new_tokens is 0, wanted at least 1: prefill samples a token")
     if any(one.sampling.stop for one in job.sequences):
@@ -261,7 +263,9 @@ def _check_fixed(params: Params, fixed: Fixed) -> None:
 def _pools(fixed: Fixed) -> str:
     first, vocab = fixed.k_pools[0], fixed.logits.shape[1]
     shape = list(first.shape)
-    return f"{len(fixed.k_pools)} pools of {first.dtype}{shape} and a vocabulary of {vocab}"
+    return (
+        f"{counted(len(fixed.k_pools), 'pool')} of {first.dtype}{shape} and a vocabulary of {vocab}"
+    )
 
 
 def summary(generations: Sequence[Generation]) -> Stats:

@@ -22,6 +22,7 @@ from dflash_jax.shapes import check_integers
 from dflash_jax.state import MAX_STOP_IDS
 from dflash_jax.tokenizer import StreamDecoder, Tokenizer
 from dflash_jax.tracked import Tracked
+from dflash_jax.words import counted
 from pallas_kernels import check_impl
 
 Prompt = str | Sequence[int]
@@ -182,7 +183,9 @@ def _requests(
     else:
         given = list(sampling)
     if len(given) != count:
-        raise ValueError(f"generate: {len(given)} sampling options for {count} prompts")
+        raise ValueError(
+            f"generate: {counted(len(given), 'sampling option')} for {counted(count, 'prompt')}"
+        )
     for one in given:
         if not isinstance(one, SamplingOptions):
             raise TypeError(f"generate: sampling is {one!r}, wanted SamplingOptions")
@@ -244,7 +247,7 @@ def _budgets(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     else:
         given = list(cast(Sequence[int], max_new_tokens))
     if len(given) != count:
-        raise ValueError(f"generate: {len(given)} max_new_tokens for {count} prompts")
+        raise ValueError(f"generate: {len(given)} max_new_tokens for {counted(count, 'prompt')}")
     for budget in given:
         if not isinstance(budget, int | np.integer):
             raise TypeError(f"generate: max_new_tokens is {budget!r}, wanted an integer")

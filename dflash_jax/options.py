@@ -8,6 +8,7 @@ import numpy as np
 from dflash_jax.fixed import Fixed
 from dflash_jax.sampling import SamplingMode
 from dflash_jax.shapes import check_integers
+from dflash_jax.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,6 @@ class DecodeOptions:
         if any(not 1 <= width < full for width in given) or list(given) != sorted(set(given)):
             raise ValueError(
                 f"verify_widths are {list(given)}, wanted ascending numbers from 1 to {full - 1}: "
-                f"a full step of {fixed.num_drafts} drafts has {full} rows"
+                f"a full step of {counted(fixed.num_drafts, 'draft')} has {full} rows"
             )
         return (*given, full)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflash_jax.words import counted
+
 
 class OutOfPages(RuntimeError):
     """Fewer pages are free than were asked for; nothing was taken."""
@@ -64,7 +66,8 @@ class PageAllocator:
         free = np.flatnonzero(self._is_free)
         if count > free.size:
             raise OutOfPages(
-                f"PageAllocator: {count} pages asked for, {free.size} of {self.num_pages} are free"
+                f"PageAllocator: {counted(count, 'page')} asked for, {free.size} of "
+                f"{self.num_pages} free"
             )
         split = int(np.searchsorted(free, above, side="right"))
         taken = np.concatenate([free[split:], free[:split]])[:count].astype(np.int32)

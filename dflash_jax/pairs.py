@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.mtp_config import MtpConfig
+from dflash_jax.words import counted
 
 
 class Misfit(NamedTuple):
@@ -48,7 +49,7 @@ def misfits(target: TargetConfig, draft: DraftConfig | MtpConfig) -> Iterator[Mi
         yield Misfit("taps", reason, other)
     taps = list(draft.target_layer_ids)
     if taps[0] < -1 or taps[-1] >= target.num_layers:
-        reason = f"target_layer_ids {taps} for a target of {target.num_layers} layers"
+        reason = f"target_layer_ids {taps} for a target of {counted(target.num_layers, 'layer')}"
         yield Misfit("taps", reason, "write layer-output ids, counted from 0, into its config")
     rows = draft.vocab if draft.has_embed else target.vocab
     if not 0 <= draft.mask_id < rows:

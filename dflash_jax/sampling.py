@@ -31,6 +31,7 @@ import numpy as np
 from flax import struct
 
 from dflash_jax.shapes import check_integers
+from dflash_jax.words import counted
 
 GREEDY_BELOW = 1e-5  # a temperature below it takes the best token (spec/verify.md §8)
 SEED_BITS = 64
@@ -279,7 +280,7 @@ def sampling_state(
       ValueError: more requests than rows, or a random one without a seed.
     """
     if len(requests) > batch:
-        raise ValueError(f"sampling: {len(requests)} requests for a batch of {batch}")
+        raise ValueError(f"sampling: {counted(len(requests), 'request')} for a batch of {batch}")
     every = [*requests, *[GREEDY] * (batch - len(requests))]
 
     def column(name: str, off: float, dtype: Any) -> jax.Array:

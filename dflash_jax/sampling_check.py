@@ -21,6 +21,7 @@ from dflash_jax import engine
 from dflash_jax.drafters import no_drafter
 from dflash_jax.params import DraftParams, MtpParams, Params, TargetParams
 from dflash_jax.sampling import GREEDY_BELOW, SamplingOptions
+from dflash_jax.words import counted
 
 TOKENS = 3  # the first comes from the prefill, the others from cycles
 TOP_P = 0.98
@@ -49,9 +50,10 @@ class SamplingCheck:
     def __str__(self) -> str:
         verdict = "follows the target" if self.holds else "DOES NOT FOLLOW THE TARGET"
         return (
-            f"sampling: {verdict}: {self.samples} answers, {self.outcomes} outcomes of {TOKENS} "
-            f"tokens from {len(self.vocabulary)}, chi-square {self.chi_square:.1f} with "
-            f"{self.degrees} degrees of freedom, p = {self.p_value:.3g}, tau {self.tau:.2f}"
+            f"sampling: {verdict}: {counted(self.samples, 'answer')}, {self.outcomes} outcomes of "
+            f"{TOKENS} tokens from {len(self.vocabulary)}, chi-square {self.chi_square:.1f} with "
+            f"{counted(self.degrees, 'degree')} of freedom, p = {self.p_value:.3g}, "
+            f"tau {self.tau:.2f}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,8 +124,8 @@ def judge(
     if sum(samples * p >= _LEAST_EXPECTED for p in law.values()) < _LEAST_OUTCOMES:
         raise ValueError(
             f"check: at temperature {trial.temperature} the target says too few sequences of "
-            f"{TOKENS} tokens to tell anything by {samples} samples; wanted a higher temperature, "
-            "more samples or another prompt"
+            f"{TOKENS} tokens to tell anything by {counted(samples, 'sample')}; wanted a higher "
+            "temperature, more samples or another prompt"
         )
     request = SamplingOptions(temperature=trial.temperature, top_p=TOP_P)
     answers = engine.generate(

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.words import counted
+
 LOW_ACCEPTANCE = 1.2  # drafts a cycle; below it a drafter hardly pays for its own pass
 LOW_ACCEPTANCE_CYCLES = 50
 
@@ -125,7 +127,7 @@ class Stats:
         rows = [
             (
                 "tokens",
-                f"{tokens} in {answers} answer{'s'[: answers != 1]}",
+                f"{tokens} in {counted(answers, 'answer')}",
                 "first tokens included",
             ),
             ("finished by", ", ".join(sorted(set(self.finish_reasons))) or "-", ""),
@@ -159,17 +161,15 @@ class Stats:
         ]
 
     def title(self) -> str:
-        return f"drafter {self.drafter}: {self.num_cycles} cycles of up to {self.num_drafts} drafts"
+        cycles, drafts = counted(self.num_cycles, "cycle"), counted(self.num_drafts, "draft")
+        return f"drafter {self.drafter}: {cycles} of up to {drafts}"
 
     def __str__(self) -> str:
         rows = self.rows()
         name_width = max(len(name) for name, _, _ in rows)
         value_width = max(len(value) for _, value, _ in rows)
         lines = [f"{n:<{name_width}}  {v:<{value_width}}  {d}".rstrip() for n, v, d in rows]
-        title = (
-            f"drafter {self.drafter}, {self.num_cycles} cycles of up to {self.num_drafts} drafts"
-        )
-        return "\n".join([title, *lines] + ([self.warning] if self.warning else []))
+        return "\n".join([self.title(), *lines] + ([self.warning] if self.warning else []))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain Python values: summary, per-position rates, and the accepted counts of every cycle.

@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash_jax.fixed import Fixed
 from dflash_jax.params import ConfidenceParams, ConfidencePolicy, DrafterParams, DraftParams
+from dflash_jax.words import counted
 
 
 def logits(head: ConfidenceParams, rows: jax.Array, latents: jax.Array | None) -> jax.Array:
@@ -83,8 +84,9 @@ def _check(policy: ConfidencePolicy, fixed: Fixed) -> None:
     ):
         if x is not None and x.shape[0] < least:
             raise ValueError(
-                f"confidence policy: {name} has {x.shape[0]} entries, wanted {least} for "
-                f"{fixed.batch} sequences of {fixed.num_drafts} drafts"
+                f"confidence policy: {name} has {counted(x.shape[0], 'entry', 'entries')}, wanted "
+                f"{least} for {counted(fixed.batch, 'sequence')} of "
+                f"{counted(fixed.num_drafts, 'draft')}"
             )
 
 

@@ -142,8 +142,8 @@ def test_a_greedy_step_carries_and_computes_nothing_of_sampling(params):
 @pytest.mark.parametrize(
     ("sampling", "how", "error", "words"),
     [
-        ([BEST], {}, ValueError, "1 sampling options for 2 prompts"),
-        ({"temperature": 1}, {}, ValueError, "1 sampling options for 2 prompts"),
+        ([BEST], {}, ValueError, "1 sampling option for 2 prompts"),
+        ({"temperature": 1}, {}, ValueError, "1 sampling option for 2 prompts"),
         ([1, 2], {}, TypeError, "sampling is 1, wanted SamplingOptions"),
         (replace(BEST, logit_bias={9999: 1}), {}, ValueError, "logit_bias has token id 9999"),
         (replace(BEST, stop="x"), {}, ValueError, "texts need a tokenizer"),

@@ -289,7 +289,7 @@ def test_logits_that_are_not_finite_are_one_readable_error(params):
         ([1] * 96, {}, ValueError, "has 96 tokens, wanted at most 95: the context holds 96"),
         ([1], {"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
         ([1], {"max_new_tokens": 2.5}, TypeError, "max_new_tokens"),
-        ([1], {"max_new_tokens": [1, 2]}, ValueError, "2 max_new_tokens for 1 prompts"),
+        ([1], {"max_new_tokens": [1, 2]}, ValueError, "2 max_new_tokens for 1 prompt"),
         ([1], {"max_new_tokens": None}, TypeError, "max_new_tokens is None"),
         ([1], {"batch": 0}, ValueError, "batch is 0"),
         ([1], {"batch": 2.0}, TypeError, "batch is 2.0, wanted an integer"),

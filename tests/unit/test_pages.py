@@ -31,7 +31,7 @@ def test_extending_nothing_is_an_allocation():
 def test_asking_for_too_many_pages_names_both_counts_and_takes_nothing():
     allocator = PageAllocator(4)
     allocator.alloc(3)
-    with pytest.raises(OutOfPages, match="2 pages asked for, 1 of 4 are free"):
+    with pytest.raises(OutOfPages, match="2 pages asked for, 1 of 4 free"):
         allocator.alloc(2)
     assert allocator.num_free == 1
 

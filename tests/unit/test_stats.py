@@ -60,6 +60,13 @@ def test_speed_leaves_out_first_token_and_compile_time():
     assert one([1, 1], seconds=2.0).tokens_per_second == 4 / 2.0
 
 
+def test_one_of_a_thing_is_in_the_singular():
+    stats = one([1], num_drafts=1)
+    assert "drafter dflash: 1 cycle of up to 1 draft\n" in str(stats)
+    assert "in 1 answer " in str(stats) and stats.title() in str(stats)
+    assert "2 cycles of up to 3 drafts" in one([1, 2]).title()
+
+
 def test_nothing_decoded_gives_no_figures_and_still_prints():
     stats = one([], seconds=0.0)
     assert np.isnan(stats.tau) and np.isnan(stats.tokens_per_second)
