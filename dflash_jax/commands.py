@@ -163,6 +163,7 @@ def _generate(
     found, proofs = [], []
     # An oracle is made anew for every batch, since it knows that batch's text.
     size = fixed.batch if pair.draft is None else len(prompts)
+    waited = 0.0
     for number, start in enumerate(range(0, len(prompts), size)):
         part = slice(start, start + size)
         mine = {**options, "max_new_tokens": budgets[part], "sampling": requests[part]}
@@ -178,8 +179,20 @@ def _generate(
                 output.say("decoding plainly with the same executable")
                 plain = engine.generate(params, prompts[part], plain=True, **mine)
                 proofs.append(certificate.compare(drafted, plain))
-        found += [replace(one, batch_index=one.batch_index + number) for one in drafted]
+        found += [_behind(one, number, waited) for one in drafted]
+        waited += max(one.stats.ttft_seconds[0] for one in drafted)
+        waited += engine.summary(drafted).decode_seconds
     return found, certificate.joined(proofs)
+
+
+def _behind(one: engine.Generation, batches: int, seconds: float) -> engine.Generation:
+    """An answer of a call of its own, as one that waited for those before it."""
+    stats = replace(
+        one.stats,
+        ttft_seconds=tuple(x + seconds for x in one.stats.ttft_seconds),
+        queue_seconds=tuple(x + seconds for x in one.stats.queue_seconds),
+    )
+    return replace(one, batch_index=one.batch_index + batches, stats=stats)
 
 
 def _oracle(

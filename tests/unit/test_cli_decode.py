@@ -172,6 +172,18 @@ def test_forced_acceptance_is_what_was_asked_for(dflash, expected, drafter, acce
     assert set(counts[:-1]) <= {accepted} and counts[0] == accepted
 
 
+def test_an_oracles_later_batches_wait_for_the_earlier_ones(dflash, tmp_path):
+    """Each batch is a call of its own, after a plain decode that is no part of the figures."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the end"}\n' * 3)
+    arguments = decode_arguments("--prompts", str(path), "--json", drafter="oracle")
+    code, out, _ = dflash("decode", *arguments)
+    stats = json.loads(out[-1])["stats"]
+    first, queued = stats["ttft_seconds"], stats["queue_seconds"]
+    assert code == 0 and first[0] < queued[1] < first[1] < queued[2] < first[2]
+    assert queued[2] <= first[0] + first[1] - queued[1] + stats["decode_seconds"] + 1e-4
+
+
 def test_eos_ids_replace_the_models_and_ignoring_them_goes_on(dflash, pair, expected):
     stop = expected.ids[4]
     given = ("the end", "--drafter", "prompt_lookup", "--max-new-tokens", str(BUDGET), "--json")
