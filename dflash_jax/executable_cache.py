@@ -9,7 +9,10 @@ then still gets the matrix products that it had.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +21,9 @@ from dflash_jax.download import cache_folder
 # JAX's own name for XLA's table of choices. It is also JAX's default, stated so that it stays.
 TUNING = "xla_gpu_per_fusion_autotune_cache_dir"
 _PROGRAM = "*-cache"  # what JAX calls one compiled program
-_OURS = (_PROGRAM, "*-atime", ".lockfile")
+_LOOKED_THROUGH = ".looked-through"  # its time: programs written before it are whole
+_OURS = (_PROGRAM, "*-atime", ".lockfile", _LOOKED_THROUGH)
+_ZLIB = b"\x78"  # first byte of what JAX writes, unless a zstd library is installed
 
 
 class Contents(NamedTuple):
@@ -42,12 +47,55 @@ def keep_executables() -> Path:
 
     if jax.config.jax_compilation_cache_dir is not None:
         return Path(jax.config.jax_compilation_cache_dir)
+    remove_torn(folder())
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     # By default a program that took less than a second is compiled anew in each process.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", TUNING)
     return folder()
+
+
+def remove_torn(where: Path) -> list[str]:
+    """Remove programs that were not written to their end; return their names.
+
+    JAX writes a program in place, so a process that is killed, or a full disk, leaves a part of it.
+    JAX then warns of it at each start, compiles anew, and keeps the part. Only what was written
+    since the last look is read.
+    """
+    if not where.is_dir():
+        return []
+    now, stamp = time.time(), where / _LOOKED_THROUGH
+    since = stamp.stat().st_mtime if stamp.exists() else 0.0
+    torn = []
+    try:
+        for path in where.glob(_PROGRAM):
+            if path.stat().st_mtime >= since and not _is_whole(path):
+                path.unlink()
+                torn.append(path.name)
+        stamp.touch()
+        os.utime(stamp, (now, now))
+    except OSError:  # another process removed one, or the folder is not ours to write
+        pass
+    return torn
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a compressed file has its end; of a kind that we cannot read it is taken for granted.
+
+    One that another process is writing may look torn. It is compiled once more then, no worse.
+    """
+    packed = path.read_bytes()
+    if not packed.startswith(_ZLIB):
+        return bool(packed)
+    reader = zlib.decompressobj()
+    try:
+        while packed and not reader.eof:
+            reader.decompress(packed, 1 << 20)
+            packed = reader.unconsumed_tail
+    except zlib.error:
+        return False
+    return reader.eof
 
 
 def contents(where: Path | None = None) -> Contents:

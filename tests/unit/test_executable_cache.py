@@ -1,8 +1,10 @@
 """The cache of compiled programs: what is counted, what is cleared, and whose folder it is."""
 
 import json
+import os
 import subprocess
 import sys
+import zlib
 
 import pytest
 
@@ -49,6 +51,47 @@ def test_clearing_removes_what_jax_wrote_and_nothing_else(kept, capsys):
     assert (kept.parent / "model.gguf").exists()
     assert cli.main(["cache"]) == 0
     assert last_line(capsys)["program_bytes"] == 0
+
+
+_TEARS = (
+    "import sys, warnings, jax\n"
+    "from dflash_jax import executable_cache\n"
+    "where = executable_cache.keep_executables()\n"
+    "warnings.simplefilter('error')\n"
+    "jax.jit(lambda x: x + 1)(1.0)\n"
+    "print(*sorted(p.stat().st_size for p in where.glob('jit__lambda*-cache')))\n"
+)
+
+
+def test_a_program_that_was_not_written_to_its_end_is_compiled_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path))
+
+    def sizes():
+        done = subprocess.run([sys.executable, "-c", _TEARS], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr  # JAX's warning of it would be an error
+        return done.stdout
+
+    whole = sizes()
+    (path,) = (tmp_path / "executables").glob("jit__lambda*-cache")
+    packed = path.read_bytes()
+    for part in (packed[:-1], b""):
+        path.write_bytes(part)
+        assert sizes() == whole and path.read_bytes() != part
+
+
+def test_only_what_was_written_since_the_last_look_is_read(tmp_path, monkeypatch):
+    whole = tmp_path / "jit_a-1-cache"
+    whole.write_bytes(zlib.compress(b"x" * 3_000_000))
+    (tmp_path / "jit_b-2-cache").write_bytes(zlib.compress(b"x" * 99)[:-2])
+    (tmp_path / "jit_c-3-cache").write_bytes(b"(zstd, which we do not read")
+    assert executable_cache.remove_torn(tmp_path) == ["jit_b-2-cache"]
+    monkeypatch.setattr(executable_cache, "_is_whole", lambda path: False)
+    os.utime(whole, (1.0, 1.0))
+    os.utime(tmp_path / "jit_c-3-cache", (1.0, 1.0))
+    assert executable_cache.remove_torn(tmp_path) == [] and whole.exists()
+    executable_cache.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert executable_cache.remove_torn(tmp_path / "none") == []
 
 
 def test_a_folder_that_does_not_exist_is_empty(monkeypatch, tmp_path, capsys):
