@@ -10,11 +10,9 @@ from dflash_jax.config import DraftConfig, LayerAttention, RopeConfig
 
 FORMS = ("zlab", "deepspec", "speculators")
 OWNERS = {"zlab": "z-lab's", "deepspec": "DeepSpec's", "speculators": "speculators'"}
-_KINDS = {
-    "zlab": ("dflash", "dflash2", "dspark"),  # the last as SpecForge writes it
-    "deepspec": ("dspark",),
-    "speculators": ("dflash", "dspark"),
-}
+# Kinds whose rows a form takes for granted: all of them draft (spec/checkpoints.md §1). DFlash with
+# such rows, as DeepSpec trains it, is DSpark of rank 0 to us.
+_ALL_ROWS_DRAFT = {"zlab": ("dspark",), "deepspec": ("dflash", "dspark"), "speculators": ()}
 
 
 def drafter_to_hf(config: DraftConfig, form: str = "zlab") -> dict[str, Any]:
@@ -25,11 +23,7 @@ def drafter_to_hf(config: DraftConfig, form: str = "zlab") -> dict[str, Any]:
     """
     if form not in FORMS:
         raise ValueError(f"drafter config: form {form!r}, wanted one of {', '.join(FORMS)}")
-    if config.kind not in _KINDS[form]:
-        raise ValueError(
-            f"drafter config: {OWNERS[form]} form has no {config.kind} drafter, only "
-            f"{' and '.join(_KINDS[form])}"
-        )
+    _check_kind(config, form)
     hf = {"zlab": _zlab, "deepspec": _deepspec, "speculators": _speculators}[form](config)
     said, wanted = DraftConfig.from_hf(hf), replace(config, has_embed=False, has_head=False)
     for field in fields(config):
@@ -37,6 +31,23 @@ def drafter_to_hf(config: DraftConfig, form: str = "zlab") -> dict[str, Any]:
         if getattr(said, field.name) != value:
             raise ValueError(f"drafter config: {OWNERS[form]} keys cannot say {field.name} {value}")
     return hf
+
+
+def _check_kind(config: DraftConfig, form: str) -> None:
+    """Refuse a family that a form has no keys for, and rows that it would read in another way."""
+    kind, who = config.kind, f"drafter config: {OWNERS[form]} form"
+    if kind == "dflash2" and form != "zlab":
+        raise ValueError(
+            f"{who} has no dflash2 drafter, only dflash and dspark: there are no keys for "
+            "convolutions and a selector; supported: zlab"
+        )
+    if not config.drafts_from_anchor and kind in _ALL_ROWS_DRAFT[form]:
+        others = "zlab and speculators" if kind == "dflash" else "speculators"
+        raise ValueError(
+            f"{who} cannot say this {kind} drafter's rows: there every row, the anchor's too, "
+            "drafts the token behind its own; here the anchor's drafts nothing and each other row "
+            f"its own token, so the same weights would draft other tokens; supported: {others}"
+        )
 
 
 def _zlab(config: DraftConfig) -> dict[str, Any]:

@@ -43,31 +43,81 @@ def same_bits(a, b):
     return a[1] == b[1] and all(same)
 
 
-HOLDS = [
-    ("dflash", "zlab"),
-    ("dflash", "speculators"),
-    ("dflash2", "zlab"),
-    ("dspark", "zlab"),
-    ("dspark", "deepspec"),
-    ("dspark", "speculators"),
-]
+ANCHORLESS = "dspark, filled in"  # vLLM's sample_from_anchor false: rows 1.. draft, as DFlash's do
+DEEPSPEC_DFLASH = "dflash, from the anchor"  # DeepSpec's dflash_*_block7
+VARIANTS = {
+    "dflash": ("dflash", {}, {}),
+    "dflash2": ("dflash2", {}, {}),
+    "dspark": ("dspark", {}, {}),
+    DEEPSPEC_DFLASH: (
+        "dspark",
+        {"markov": None, "confidence": None},
+        {"markov_rank": 0, "has_confidence": False, "confidence_reads_markov": False},
+    ),
+    "dspark, unsure": (
+        "dspark",
+        {"confidence": None},
+        {"has_confidence": False, "confidence_reads_markov": False},
+    ),
+    ANCHORLESS: ("dspark", {}, {"drafts_from_anchor": False}),
+}
+HOLDS = {
+    "dflash": ("zlab", "speculators"),
+    "dflash2": ("zlab",),
+    ANCHORLESS: ("speculators",),
+}
+WHY_NOT = {
+    "dflash": "DeepSpec's form cannot say this dflash drafter's rows: .*supported: zlab and spec",
+    "dflash2": "form has no dflash2 drafter, only dflash and dspark: .*supported: zlab",
+    ANCHORLESS: "form cannot say this dspark drafter's rows: .*supported: speculators",
+}
+PUBLISHERS = {
+    "zlab": ("z-lab", "SpecForge"),
+    "deepspec": ("DeepSpec",),
+    "speculators": ("speculators",),
+}
 
 
-@pytest.mark.parametrize(("kind", "form"), HOLDS)
-def test_a_drafter_in_another_form_comes_back_bit_for_bit(tmp_path, pairs, kind, form):
+def variant(pairs, name):
+    """Folder, target and params of one of `VARIANTS`."""
+    kind, heads, settings = VARIANTS[name]
     at, target, params = pairs[kind]
-    convert_drafter(at.drafter, tmp_path / "new", form=form, target=at.target)
-    assert same_bits(load_drafter(tmp_path / "new", target), params)
-    publisher = draft_form(json.loads((tmp_path / "new" / "config.json").read_text())).publisher
-    publishers = {"zlab": ("z-lab", "SpecForge"), "deepspec": ("DeepSpec",)}
-    assert publisher in publishers.get(form, ("speculators",))
-    assert [p.name for p in tmp_path.iterdir()] == ["new"]
-    assert len({p.stat().st_mode for p in (tmp_path / "new").iterdir()}) == 1
-    # And back, through whatever the other form holds.
-    convert_drafter(tmp_path / "new", tmp_path / "back", form="zlab", target=at.target)
-    assert same_bits(load_drafter(tmp_path / "back", target), params)
-    kept = read_file(tmp_path / "back" / "model.safetensors")
-    assert kept.keys() == read_file(at.drafter / "model.safetensors").keys()
+    return at, target, params.replace(**heads, config=replace(params.config, **settings))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_form_gives_a_drafter_to_every_other_bit_for_bit_or_says_why_not(
+    tmp_path, pairs, name
+):
+    at, target, params = variant(pairs, name)
+    forms = HOLDS.get(name, tuple(PUBLISHERS))
+    for form in forms:
+        source = tmp_path / form
+        save_drafter(params, source, form=form, target=target)
+        assert same_bits(load_drafter(source, target), params)
+        for other in PUBLISHERS:
+            new = tmp_path / f"{form}-{other}"
+            if other not in forms:
+                with pytest.raises(ValueError, match=WHY_NOT[name]):
+                    convert_drafter(source, new, form=other, target=at.target)
+                assert not new.exists()
+                continue
+            convert_drafter(source, new, form=other, target=at.target)
+            assert same_bits(load_drafter(new, target), params)
+            said = json.loads((new / "config.json").read_text())
+            assert draft_form(said).publisher in PUBLISHERS[other]
+            assert len({path.stat().st_mode for path in new.iterdir()}) == 1
+    kept = read_file(tmp_path / f"{forms[-1]}-zlab" / "model.safetensors") if len(forms) > 1 else {}
+    assert not kept.keys() & {"embed_tokens.weight", "lm_head.weight"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_an_mtp_head_has_one_form(tmp_path):
+    at = write_tiny_pair(tmp_path / "mtp", drafter="mtp")
+    for form in PUBLISHERS:
+        with pytest.raises(NotImplementedError, match="an MTP head has the form of its target's"):
+            convert_drafter(at.drafter, tmp_path / "new", form=form, target=at.target)
+    assert not (tmp_path / "new").exists()
 
 
 def test_copies_of_a_wider_targets_tables_are_recognised_again(tmp_path):
@@ -78,16 +128,6 @@ def test_copies_of_a_wider_targets_tables_are_recognised_again(tmp_path):
     for dtype in ("float32", "bfloat16"):
         draft = load_drafter(tmp_path / "new", load_target(wide.target, dtype=dtype))
         assert draft.embed is draft.head is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "form"), [("dflash", "deepspec"), ("dflash2", "deepspec"), ("dflash2", "speculators")]
-)
-def test_a_family_that_a_form_does_not_know_is_refused(tmp_path, pairs, kind, form):
-    at = pairs[kind][0]
-    with pytest.raises(ValueError, match=f"form has no {kind} drafter, only"):
-        convert_drafter(at.drafter, tmp_path / "new", form=form, target=at.target)
-    assert not list(tmp_path.iterdir())
 
 
 WINDOW, CAUSAL_WINDOW = LayerAttention(False, 32), LayerAttention(True, 32)
@@ -106,11 +146,9 @@ FULL, CAUSAL = LayerAttention(False, None), LayerAttention(True, None)
         ("speculators", {"input_embedding_scale": 2.0}, False),
         ("speculators", {"soft_cap": 20.0}, False),
         ("deepspec", {"attention": (WINDOW, FULL)}, False),
-        ("deepspec", {"drafts_from_anchor": False}, False),
         ("deepspec", {"output_multiplier": 0.5}, False),
         ("deepspec", {"draft_vocab": 100}, False),
         ("zlab", {"draft_vocab": 100}, False),
-        ("zlab", {"drafts_from_anchor": False}, False),
         ("zlab", {"attention": (WINDOW, FULL), "soft_cap": 20.0}, True),
     ],
 )
