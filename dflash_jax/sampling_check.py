@@ -12,9 +12,10 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import engine
@@ -154,15 +155,13 @@ def judge(
 def cut_vocabulary(params: Params, ids: Sequence[int]) -> Params:
     """The pair with a vocabulary of `ids`, numbered from 0; the mask token follows, never said.
 
+    A head that knows a part of the vocabulary keeps the columns of those `ids` that it knows, with
+    a map to their new numbers: what it cannot draft, it still cannot.
+
     Raises:
-      NotImplementedError: a drafter whose head numbers its ids by itself.
+      ValueError: it knows none of them.
     """
     draft = params.draft
-    if isinstance(draft, DraftParams) and draft.d2t is not None:
-        raise NotImplementedError(
-            "check: the drafter's head has an id map, and such a vocabulary is not cut down; "
-            "supported: heads over the target's ids"
-        )
     masks = [draft.config.mask_id] if isinstance(draft, DraftParams) else []
     rows = np.array([*ids, *masks], np.int32)
     target = params.target
@@ -176,25 +175,52 @@ def cut_vocabulary(params: Params, ids: Sequence[int]) -> Params:
         draft = draft.replace(config=replace(draft.config, layer=layer))
     if not isinstance(draft, DraftParams):
         return Params(target=target, draft=draft)
+    known = _known_ids(draft, ids)
+    columns, count = (rows, len(ids)) if known is None else (known.columns, len(known.columns))
     config = replace(
         draft.config,
         vocab=len(rows),
         mask_id=len(ids),
-        selector_top_k=min(draft.config.selector_top_k, len(ids)),
+        draft_vocab=None if known is None else count,
+        selector_top_k=min(draft.config.selector_top_k, count),
     )
 
-    def cut(owner: Any, *names: str) -> Any:
+    def cut(owner: Any, kept: np.ndarray, *names: str) -> Any:
         given = {} if owner is None else {name: getattr(owner, name) for name in names}
         return owner and owner.replace(
-            **{name: None if x is None else x[rows] for name, x in given.items()}
+            **{name: None if x is None else x[kept] for name, x in given.items()}
         )
 
-    draft = cut(draft, "embed", "head").replace(
+    draft = cut(cut(draft, rows, "embed"), columns, "head").replace(
         config=config,
-        selector=cut(draft.selector, "predecessor", "successor"),
-        markov=cut(draft.markov, "embed", "out"),
+        selector=cut(draft.selector, rows, "predecessor", "successor"),
+        markov=cut(cut(draft.markov, rows, "embed"), columns, "out"),
+        d2t=None if known is None else jnp.asarray(known.ids),
     )
     return Params(target=target, draft=draft)
+
+
+class _Known(NamedTuple):
+    """What is left of a head that knows a part of the vocabulary."""
+
+    columns: np.ndarray  # i32[Vd] of the whole head
+    ids: np.ndarray  # i32[Vd] their new ids
+
+
+def _known_ids(draft: DraftParams, ids: Sequence[int]) -> _Known | None:
+    """Columns of the head for `ids`; None of a head over the whole vocabulary, without a map."""
+    size = draft.config.draft_vocab
+    if draft.d2t is None and size is None:
+        return None
+    told = np.arange(size) if draft.d2t is None else np.asarray(draft.d2t)
+    numbers = {token: number for number, token in enumerate(ids)}
+    kept = [(c, numbers[token]) for c, token in enumerate(told.tolist()) if token in numbers]
+    if not kept:
+        raise ValueError(
+            f"check: the drafter's head knows {counted(len(told), 'id')}, and none of the tokens "
+            f"{list(ids)} that the target says; wanted a larger vocabulary or another prompt"
+        )
+    return _Known(*np.array(kept, np.int32).T)
 
 
 def _law(

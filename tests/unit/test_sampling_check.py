@@ -60,6 +60,54 @@ def test_a_cut_pair_has_the_rows_that_were_named_and_its_mask_behind_them():
     assert (cut.target.config.real_vocab, cut.draft.config.mask_id) == (3, 3)
 
 
+def of_a_part(params, ids):
+    """The pair with a head of its own over `ids`, in this order."""
+    draft, columns = params.draft, np.asarray(ids)
+    markov = draft.markov
+    return params.replace(
+        draft=draft.replace(
+            head=params.target.lm_head[columns],
+            d2t=jnp.asarray(columns, jnp.int32),
+            markov=None if markov is None else markov.replace(out=markov.out[columns]),
+            config=replace(draft.config, draft_vocab=len(columns), has_head=True),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_a_head_of_a_part_of_the_vocabulary_keeps_what_it_knows(kind):
+    params = of_a_part(pair(kind), [40, 9, 3, 2])
+    cut = sampling_check.cut_vocabulary(params, (2, 5, 9))
+    assert cut.draft.d2t.tolist() == [2, 0] and cut.draft.d2t.dtype == jnp.int32
+    np.testing.assert_array_equal(cut.draft.head, params.draft.head[jnp.array([1, 3])])
+    assert cut.draft.config.draft_vocab == 2 and cut.draft.config.selector_top_k in (0, 2)
+    rows = jnp.array([2, 5, 9, params.draft.config.mask_id])
+    if kind == "dspark":
+        markov, whole = cut.draft.markov, params.draft.markov
+        np.testing.assert_array_equal(markov.out, whole.out[jnp.array([1, 3])])
+        np.testing.assert_array_equal(markov.embed, whole.embed[rows])
+    else:
+        assert len(cut.draft.selector.successor) == len(rows)
+    with pytest.raises(ValueError, match=r"knows 4 ids, and none of the tokens \[5, 7\] that the"):
+        sampling_check.cut_vocabulary(params, (5, 7))
+
+
+def test_a_head_of_the_first_ids_needs_no_map_until_it_is_cut():
+    params = of_a_part(pair(), range(8))
+    params = params.replace(draft=params.draft.replace(d2t=None))
+    cut = sampling_check.cut_vocabulary(params, (2, 5, 9))
+    assert cut.draft.d2t.tolist() == [0, 1] and len(cut.draft.head) == 2
+
+
+def test_a_pair_with_an_id_map_follows_its_target_too(trial):
+    """Two of the four tokens are never drafted, so their residuals carry all of their mass."""
+    left = [trial.vocabulary[3], trial.vocabulary[1]]
+    cut = sampling_check.cut_vocabulary(of_a_part(pair(), left), trial.vocabulary)
+    mapped = replace(trial, params=cut)
+    found = sampling_check.judge(mapped, samples=250, batch=50, draft_sampling=True, **SIZES)
+    assert found.holds and found.p_value > 1e-3 and found.tau > 1
+
+
 def test_a_cut_pair_of_a_head_without_tables_can_still_be_planned():
     params = sampling_check.cut_vocabulary(pair("mtp"), (2, 5, 9))
     fixed = plan(params.target.config, params.draft.config, max_context=32)
