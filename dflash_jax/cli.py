@@ -19,6 +19,7 @@ from dflash_jax.prompts import Request, UsageError, read_jsonl
 
 IMPLS = ("auto", "xla", "pallas", "interpret")
 DTYPES = ("float32", "bfloat16")
+CHECK_PROMPT = "Once upon a time"
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -165,7 +166,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default="Once upon a time", help="text to go on from")
+    parser.add_argument("prompt", nargs="?", help=f"text to go on from; default: {CHECK_PROMPT!r}")
     parser.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="the prompt as token ids")
     parser.add_argument(
         "--sampling", action="store_true", required=True, help="what to check; there is no other"
@@ -188,8 +189,11 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _prepare_check(args: argparse.Namespace) -> None:
     """Give a check what loading a pair asks of a decode."""
-    ids = args.prompt_ids
-    args.requests = [Request(ids=ids) if ids is not None else Request(text=args.prompt)]
+    ids, text = args.prompt_ids, args.prompt
+    if ids is not None and text is not None:
+        raise UsageError("check: wanted one of a prompt and --prompt-ids, got both")
+    text = CHECK_PROMPT if text is None else text
+    args.requests = [Request(ids=ids) if ids is not None else Request(text=text)]
     args.mode, args.system, args.eos_ids, args.ignore_eos = "raw", None, None, True
     args.min_confidence = None
 
@@ -213,7 +217,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--num-drafts", type=_at_least(1), metavar="N", help="drafts a cycle; default: a full block"
     )
     group.add_argument(
-        "--batch", type=_at_least(1), default=1, metavar="B", help="sequences decoded together"
+        "--batch", type=_at_least(1), default=1, metavar="B", help="most sequences decoded together"
     )
     group.add_argument(
         "--page-size", type=_page_size, default=64, metavar="N", help="tokens a KV page, 2^n"
@@ -339,9 +343,9 @@ def _requests(args: argparse.Namespace) -> list[Request]:
     if args.system is not None and args.mode == "raw":
         raise UsageError("decode: --system needs the chat template, but --raw is given")
     if args.prompt_ids is not None:
-        if args.mode == "chat" or args.system is not None:
+        if args.mode is not None or args.system is not None:
             raise UsageError(
-                "decode: --prompt-ids are taken as they are, without --chat or --system"
+                "decode: --prompt-ids are taken as they are, without --chat, --raw or --system"
             )
         return [Request(ids=args.prompt_ids)]
     if args.prompt is not None:

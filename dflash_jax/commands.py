@@ -80,6 +80,10 @@ def _decode(args: argparse.Namespace) -> int:
             "decode: --verify-widths are for drafters that cut their drafts, --drafter "
             f"{choice.name} never does"
         )
+    if args.verify_widths and args.min_confidence == 0:
+        raise UsageError(
+            "decode: --verify-widths are for drafts that are cut, and --min-confidence 0 cuts none"
+        )
     with _fitting():
         asked = sampling_arguments.options(args)
     pair = models.load(args)
@@ -214,8 +218,15 @@ def _check(args: argparse.Namespace) -> int:
     if _has_no_model(choice):
         raise UsageError(f"check: drafter {choice.name} drafts nothing of its own")
     pair = models.load(args)
+    if args.draft_sampling and drafters.draws_drafts(pair.draft_config) is None:
+        raise UsageError(
+            f"check: --draft-sampling is given, but drafter {choice.name} has no distribution to "
+            "draw from"
+        )
     with _fitting():
         prompt = list(_ids(0, pair, args))
+        context = args.max_context or context_for(len(prompt), pair.target.config)
+        _sizes(args, pair.target.config, pair.draft_config, context, args.batch)
         sizes = {
             name: getattr(args, name) for name in ("batch", "page_size", "max_context", "impl")
         }

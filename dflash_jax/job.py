@@ -222,7 +222,7 @@ def _check_widths(params: Params, options: DecodeOptions, plain: bool) -> None:
         raise ValueError(
             f"generate: verify_widths are {list(options.verify_widths)}, but the "
             f"{params.draft.config.kind} drafter always proposes every draft, wanted one that cuts "
-            "them: DSpark with a confidence policy, or prompt_lookup"
+            "them: DSpark with a confidence policy (a threshold of 0 cuts none), or prompt_lookup"
         )
 
 

@@ -209,10 +209,12 @@ class _Known(NamedTuple):
 
 def _known_ids(draft: DraftParams, ids: Sequence[int]) -> _Known | None:
     """Columns of the head for `ids`; None of a head over the whole vocabulary, without a map."""
-    size = draft.config.draft_vocab
-    if draft.d2t is None and size is None:
+    if draft.d2t is not None:
+        told = np.asarray(draft.d2t)
+    elif draft.config.draft_vocab is not None:
+        told = np.arange(draft.config.draft_vocab)
+    else:
         return None
-    told = np.arange(size) if draft.d2t is None else np.asarray(draft.d2t)
     numbers = {token: number for number, token in enumerate(ids)}
     kept = [(c, numbers[token]) for c, token in enumerate(told.tolist()) if token in numbers]
     if not kept:

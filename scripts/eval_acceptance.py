@@ -89,6 +89,11 @@ def check(args: argparse.Namespace) -> None:
             f"--max-new-tokens {args.max_new_tokens}, wanted less than --max-context "
             f"{args.max_context}"
         )
+    if args.check_text and not (0 in args.temperatures and len(names) > 1):
+        raise UsageError(
+            "--check-text compares what drafters say at temperature 0, wanted two in --drafters "
+            "and 0 in --temperatures"
+        )
     if args.out is not None and not args.out.parent.is_dir():
         raise UsageError(f"--out {args.out}: no folder {args.out.parent}")
 

@@ -81,8 +81,10 @@ def draws_drafts(config: DrafterConfig) -> bool | None:
 
 def cuts_drafts(draft: DrafterParams) -> bool:
     """Whether a drafter proposes less than a full block of its own accord."""
-    has_policy = isinstance(draft, DraftParams) and draft.policy is not None
-    return has_policy or draft.config.kind == "prompt_lookup"
+    policy = draft.policy if isinstance(draft, DraftParams) else None
+    if policy is None:
+        return draft.config.kind == "prompt_lookup"
+    return policy.steps_per_second is not None or float(policy.threshold) > 0
 
 
 def check_options(config: DrafterConfig, options: DecodeOptions) -> None:

@@ -129,5 +129,8 @@ def test_widths_that_cannot_be_or_change_nothing_are_refused_before_any_compile(
             dj.generate(sure, [1], verify_widths=widths)
     with pytest.raises(ValueError, match="the dspark drafter always proposes every draft, wanted"):
         dj.generate(params, [1], verify_widths=(1,))
+    every = params.replace(draft=with_threshold(params.draft, 0.0))
+    with pytest.raises(ValueError, match="cuts them: .*a threshold of 0 cuts none"):
+        dj.generate(every, [1], verify_widths=(1,))
     with pytest.raises(ValueError, match="a step without drafts has one row, wanted none"):
         dj.generate(kit.lookup(params), [1], num_drafts=0, verify_widths=(1,))

@@ -81,6 +81,7 @@ def refused(monkeypatch, capsys, pair):
         (["--page-size", "24"], "--page-size 24, wanted a power of two"),
         (["--max-context", "48"], "--max-new-tokens 48, wanted less than --max-context 48"),
         (["--max-context", "64"], "no prompt of gsm8k leaves room for 48 tokens"),
+        (["--check-text"], "wanted two in --drafters and 0 in --temperatures"),
         (["--out", "nowhere/x.jsonl"], "--out nowhere/x.jsonl: no folder nowhere"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -133,4 +133,10 @@ def test_what_cannot_be_checked_is_refused_by_the_command(tmp_path, capsys, monk
     assert "looking for tokens" not in (err := capsys.readouterr().err) and "inf, wanted" in err
     assert cli.main(["check", "--sampling", "--target", str(at.target), "--drafter", "none"]) == 2
     assert "drafter none drafts nothing of its own" in capsys.readouterr().err
+    lookup = ["check", "--sampling", "--target", str(at.target), "--drafter", "prompt_lookup"]
+    assert cli.main([*lookup, "--draft-sampling"]) == 2
+    assert "no distribution to draw from" in (err := capsys.readouterr().err)
+    assert cli.main(["check", "--sampling", *models, "--num-drafts", "99"]) == 2
+    assert "num_drafts is 99" in (err := err + capsys.readouterr().err)
+    assert "looking for tokens" not in err
     assert cli.main(["check", *models]) == 2  # what to check is not said
