@@ -51,6 +51,11 @@ def build_parser() -> Parser:
     add("--sets", type=names_of(EVAL_SETS), default=",".join(EVAL_SETS), help="divided by commas")
     add("--temperatures", type=temperatures_of, default="0", help="0 is greedy; divided by commas")
     add("--seed", type=at_least(0), default=0, help="of every prompt, above temperature 0")
+    add(
+        "--draft-sampling", action=argparse.BooleanOptionalAction,
+        help="draw the drafts too above temperature 0, or take the drafters' best tokens; default: "
+        "what suits each",
+    )  # fmt: skip
     add("--limit", type=at_least(0), default=0, help="prompts of each set; 0 for all")
     add("--max-new-tokens", type=at_least(1), default=128, help="of each answer")
     add("--batch", type=at_least(1), default=32, help="sequences decoded together")
@@ -93,6 +98,12 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(
             "--check-text compares what drafters say at temperature 0, wanted two in --drafters "
             "and 0 in --temperatures"
+        )
+    ruled = [choice.name for choice in args.drafters if choice.where in RULES]
+    if args.draft_sampling is not None and (ruled or not any(args.temperatures)):
+        raise UsageError(
+            "--draft-sampling: wanted drafters with weights and a temperature above 0, but came "
+            + (", ".join(ruled) or "0 alone")
         )
     if args.out is not None and not args.out.parent.is_dir():
         raise UsageError(f"--out {args.out}: no folder {args.out.parent}")
@@ -166,18 +177,24 @@ def measure(
     from dflash_jax.engine import Generation, generate, summary
     from dflash_jax.params import Params
     from dflash_jax.sampling import SamplingOptions
+    from dflash_jax.weight_layout import suits, turn_weights
     from dflash_jax.weights import load_drafter
 
     rules = {"none": no_drafter, "prompt_lookup": prompt_lookup_drafter}
     first: dict[str, list[Generation]] = {}
     records: list[dict[str, Any]] = []
     runs = [(name, float(heat)) for name in prompts for heat in args.temperatures]
+    if suits("auto"):
+        target = turn_weights(target)
     for name, where in args.drafters:
         draft = rules[where]() if where in rules else load_drafter(where, target)
+        draft = turn_weights(draft) if suits("auto") else draft
         for set_name, heat in runs:
             ids, start = prompts[set_name], time.perf_counter()
             asked = SamplingOptions(temperature=heat, seed=args.seed) if heat else None
-            made = generate(Params(target=target, draft=draft), ids, sampling=asked, **options)
+            drawn = args.draft_sampling if heat else None
+            pair = Params(target=target, draft=draft)
+            made = generate(pair, ids, sampling=asked, draft_sampling=drawn, **options)
             stats = summary(made)
             record = {
                 "drafter": name,

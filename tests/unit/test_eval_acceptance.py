@@ -82,6 +82,8 @@ def refused(monkeypatch, capsys, pair):
         (["--max-context", "48"], "--max-new-tokens 48, wanted less than --max-context 48"),
         (["--max-context", "64"], "no prompt of gsm8k leaves room for 48 tokens"),
         (["--check-text"], "wanted two in --drafters and 0 in --temperatures"),
+        (["--draft-sampling"], "a temperature above 0, but came none"),
+        (["--drafters", "dflash", "--no-draft-sampling"], "above 0, but came 0 alone"),
         (["--out", "nowhere/x.jsonl"], "--out nowhere/x.jsonl: no folder nowhere"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
