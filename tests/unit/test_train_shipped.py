@@ -1,5 +1,6 @@
 """The drafters that come with the package, and that what is said of them is in the logs."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,12 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dflash_jax" / "assets" / "drafters"
 LOGS = ROOT / "docs" / "training"
 NAMES = packaged_drafters()
+ACCEPTANCE = "acceptance-smollm2-2026-12-01.jsonl"
+RUNS = {
+    ("dflash", "dflash2"): "smollm2-2026-11-30.jsonl",
+    ("dspark", "mtp"): "smollm2-chained-2026-12-01.jsonl",
+}
+SETS = ("gsm8k", "humaneval", "mt_bench")
 MIB = 2**20
 
 # SmolLM2-135M-Instruct, so that this test needs no download.
@@ -41,6 +48,23 @@ def kind_of(name: str) -> str:
     return name.removeprefix("smollm2-")
 
 
+def first_table(text: str, heading: str) -> dict[str, list[str]]:
+    """Cells by the first word of each row of the first table below a heading."""
+    lines = text[text.index(heading) :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| ---")) + 1
+    rows = itertools.takewhile(lambda line: line.startswith("| "), lines[start:])
+    cells = [line.strip("| ").split(" | ") for line in rows]
+    return {name.split(" ")[0]: rest for name, *rest in cells}
+
+
+def tau_cells(records: list[dict]) -> dict[str, list[str]]:
+    """What such a table says of acceptance: sets in order, each at temperature 0 and 1."""
+    by_drafter: dict[str, list[str]] = {}
+    for record in records:
+        by_drafter.setdefault(record["drafter"], []).append(f"{record['tau']:.2f}")
+    return by_drafter
+
+
 def read_log(name: str) -> list[dict]:
     return [json.loads(line) for line in (LOGS / name).read_text(encoding="utf-8").splitlines()]
 
@@ -50,7 +74,7 @@ def test_drafters_are_small_enough_to_ship():
     assert max(sizes.values()) <= 10 * MIB
     assert sum(sizes.values()) <= 32 * MIB
     assert {path.parent.name for path in sizes} == set(NAMES)
-    assert {"smollm2-dflash", "smollm2-dflash2"} <= set(NAMES)
+    assert {kind_of(name) for name in NAMES} == {kind for run in RUNS for kind in run}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,6 +106,7 @@ def test_a_model_card_says_what_the_logs_say(name):
     logs = [read_log(found) for found in re.findall(r"docs/training/([\w.-]+\.jsonl)", card)]
     (log,) = [records for records in logs if records[0].get("event") == "start"]
     (acceptance,) = [records for records in logs if "tau" in records[0]]
+    assert f"docs/training/{next(log for run, log in RUNS.items() if kind in run)}" in card
     result = log[-1]
     corpus = next(r for r in log if r["event"] == "corpus")
     training = next(r for r in log if r["event"] == "training")
@@ -91,10 +116,7 @@ def test_a_model_card_says_what_the_logs_say(name):
         f"{training['rows']:,} conversations",
         f"{(FOLDER / name / 'model.safetensors').stat().st_size:,} bytes",
     ]
-    table = card[card.index("## Acceptance") :].splitlines()
-    for record in acceptance:
-        row = next(line for line in table if line.startswith(f"| {record['drafter']} "))
-        facts.append(row if f" {record['tau']:.2f} " in row else f"{record} in {row}")
+    assert first_table(card, "## Acceptance") == tau_cells(acceptance)
     for group in ("held_out", "eval"):
         for style, tau in result[f"{group}_trained"][kind].items():
             row = next(line for line in card.splitlines() if line.startswith(f"| {style} "))
@@ -104,25 +126,53 @@ def test_a_model_card_says_what_the_logs_say(name):
         assert words in card, words
 
 
-def test_dflash2_is_above_dflash_and_both_are_above_prompt_lookup():
+def test_the_acceptance_file_has_every_drafter_on_every_set_at_both_temperatures():
+    records = read_log(ACCEPTANCE)
+    drafters = ("none", "prompt_lookup", *(kind for run in RUNS for kind in run))
+    assert [(r["drafter"], r["set"], r["temperature"]) for r in records] == [
+        (drafter, name, heat) for drafter in drafters for name in SETS for heat in (0.0, 1.0)
+    ]
+    fields = ["drafter", "set", "temperature", "prompts", "tau", "cycles", "tokens"]
+    for record in records:
+        assert list(record) == fields  # no times: the drafters ran side by side
+        # The first token of each answer comes from its prompt, not from a cycle.
+        drawn = record["tokens"] - record["prompts"]
+        assert record["tau"] == pytest.approx(drawn / record["cycles"], abs=1e-4)
+    assert {r["set"]: r["prompts"] for r in records} == dict(zip(SETS, (100, 164, 80), strict=True))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_drafters_are_in_the_order_that_the_documentation_gives(name):
     tau = {
-        (r["drafter"], r["set"]): r["tau"] for r in read_log("acceptance-smollm2-2026-11-30.jsonl")
+        (r["drafter"], r["temperature"]): r["tau"] for r in read_log(ACCEPTANCE) if r["set"] == name
     }
-    for name in ("gsm8k", "humaneval", "mt_bench"):
-        order = [tau[kind, name] for kind in ("none", "prompt_lookup", "dflash", "dflash2")]
-        assert order == sorted(order) and order[0] == 1.0, name
-    assert min(tau["dflash2", "gsm8k"], tau["dflash2", "humaneval"]) >= 3.0
+    greedy = [tau[kind, 0] for kind in ("none", "prompt_lookup", "dflash", "dspark", "dflash2")]
+    assert greedy == sorted(set(greedy)) and greedy[0] == 1.0
+    assert tau["mtp", 0] < tau["dflash2", 0] and tau["dflash2", 0] >= 2.5
+    sampled = [tau[kind, 1] for kind in ("none", "prompt_lookup", "dflash", "dflash2", "dspark")]
+    assert sampled == sorted(set(sampled)) and sampled[0] == 1.0
+    assert tau["prompt_lookup", 1] < tau["mtp", 1] < tau["dflash2", 1]
 
 
-def test_the_held_out_curve_in_the_documentation_is_the_logs():
+def test_the_readme_says_of_acceptance_what_the_log_says():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = list(tau_cells(read_log(ACCEPTANCE)).values())
+    table = first_table(text.replace("**", ""), "## Acceptance")
+    assert list(table.values()) == cells and f"docs/training/{ACCEPTANCE}" in text
+
+
+@pytest.mark.parametrize(("kinds", "log"), RUNS.items(), ids=["/".join(run) for run in RUNS])
+def test_the_held_out_curve_in_the_documentation_is_the_logs(kinds, log):
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([\d,]+) \|(.*)\|$", text, flags=re.M)
-    curve = {r["step"]: r for r in read_log("smollm2-2026-11-30.jsonl") if r["event"] == "held_out"}
+    curve = {r["step"]: r for r in read_log(log) if r["event"] == "held_out"}
+    titles = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "mtp": "MTP"}
+    heads = [f"{titles[kind]} chat | code | maths" for kind in kinds]
+    rows = first_table(text, f"| step | {' | '.join(heads)} |")
     assert len(rows) >= 6
-    for step, cells in rows:
+    for step, cells in rows.items():
         record = curve[int(step.replace(",", ""))]
-        want = [record[k][s] for k in ("dflash", "dflash2") for s in ("chat", "code", "math")]
-        assert [float(cell) for cell in cells.split("|")] == [round(x, 2) for x in want], step
+        want = [record[k][s] for k in kinds for s in ("chat", "code", "math")]
+        assert cells == [f"{x:.2f}" for x in want], step
 
 
 def test_the_notice_names_what_ships():
