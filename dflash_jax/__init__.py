@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dflash_jax.stats import Stats
     from dflash_jax.tokenizer import load_tokenizer
     from dflash_jax.verify import Verification
+    from dflash_jax.weight_layout import turn_weights
     from dflash_jax.weights import load_drafter, load_target
 
 _HOME = {
@@ -44,6 +45,7 @@ _HOME = {
     "stats": ("Stats",),
     "tokenizer": ("load_tokenizer",),
     "verify": ("Verification",),
+    "weight_layout": ("turn_weights",),
     "weights": ("load_drafter", "load_target"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -79,6 +81,7 @@ __all__ = [
     "start",
     "step",
     "stream",
+    "turn_weights",
     "with_scheduler",
     "with_threshold",
 ]

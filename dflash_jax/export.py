@@ -21,6 +21,7 @@ from dflash_jax.mask_embedding import write_mask_embedding
 from dflash_jax.mtp_config import MtpConfig
 from dflash_jax.mtp_export import head_tensors, head_to_hf
 from dflash_jax.params import (
+    ByInput,
     ConfidenceParams,
     DraftParams,
     MarkovParams,
@@ -95,7 +96,16 @@ def write_drafter(
 
 
 def drafter_tensors(params: DraftParams | MtpParams) -> dict[str, np.ndarray]:
-    """Params as checkpoint tensors: q, k, v and gate, up apart again."""
+    """Params as checkpoint tensors: q, k, v and gate, up apart again.
+
+    Raises:
+      ValueError: weights that `turn_weights` has turned.
+    """
+    if isinstance(params.fc, ByInput):
+        raise ValueError(
+            f"export: the {params.config.kind} drafter's weights are turned to [in, out], wanted "
+            "them as load_drafter gives them"
+        )
     if isinstance(params, MtpParams):
         return head_tensors(params)
     tensors = {

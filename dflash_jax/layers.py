@@ -14,6 +14,7 @@ from jax import lax
 
 import pallas_kernels as pk
 from dflash_jax.config import RopeConfig
+from dflash_jax.params import ByInput
 
 _LOW_POSITIONS = 256  # rope positions are split as 256 * high + low
 
@@ -33,7 +34,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def linear(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | ByInput,
     bias: jax.Array | None = None,
     *,
     norm: jax.Array | None = None,
@@ -47,7 +48,8 @@ def linear(
     """
     x, norm = _norm_by_product(x, norm, eps)
     inside = None if bias is not None else residual
-    y = pk.skinny_matmul(x, weight, norm=norm, eps=eps, residual=inside, impl=impl)
+    w, by_input = _as_stored(weight)
+    y = pk.skinny_matmul(x, w, norm=norm, eps=eps, residual=inside, by_input=by_input, impl=impl)
     if bias is None:
         return y
     y = y + bias[None]
@@ -56,7 +58,7 @@ def linear(
 
 def swiglu(
     x: jax.Array,
-    gate_up: jax.Array,
+    gate_up: jax.Array | ByInput,
     *,
     norm: jax.Array | None = None,
     eps: float = 1e-6,
@@ -64,7 +66,13 @@ def swiglu(
 ) -> jax.Array:
     """silu(gate) * up of x[N, in] by gate_up[2*F, in], the rows normed before if `norm` is."""
     x, norm = _norm_by_product(x, norm, eps)
-    return pk.skinny_matmul_swiglu(x, gate_up, norm=norm, eps=eps, impl=impl)
+    w, by_input = _as_stored(gate_up)
+    return pk.skinny_matmul_swiglu(x, w, norm=norm, eps=eps, by_input=by_input, impl=impl)
+
+
+def _as_stored(weight: jax.Array | ByInput) -> tuple[jax.Array, bool]:
+    """A matrix, and whether it is [in, out]."""
+    return (weight.array, True) if isinstance(weight, ByInput) else (weight, False)
 
 
 def _norm_by_product(

@@ -17,6 +17,7 @@ from dflash_jax.params import DrafterParams, Params, TargetParams
 from dflash_jax.prompts import Request, UsageError
 from dflash_jax.reports.progress import bar
 from dflash_jax.tokenizer import Tokenizer, eos_ids
+from dflash_jax.weight_layout import suits, turn_weights
 from dflash_jax.weights import (
     DEFAULT_TARGET,
     load_drafter,
@@ -142,6 +143,8 @@ def load(args: argparse.Namespace) -> Models:
     draft = choice.load(target)
     if args.min_confidence is not None:
         draft = _with_threshold(draft, args.min_confidence)
+    if suits(args.impl):
+        target, draft = turn_weights((target, draft))
     return Models(
         target=target,
         draft=draft,

@@ -1,7 +1,8 @@
 """Weights as pytrees: what each array is, in the layout it is used in.
 
-Matrices keep the checkpoint's `[out, in]` and act as `y = x @ w.T`. q, k and v of a layer are one
-matrix, gate and up another. `config` is the static field, so jit keys on it.
+Matrices keep the checkpoint's `[out, in]` and act as `y = x @ w.T`, until `turn_weights` makes some
+of them a `ByInput`. q, k and v of a layer are one matrix, gate and up another. `config` is the
+static field, so jit keys on it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from dflash_jax.mtp_config import MtpConfig
 
 # jax.Array | None. Which heads a model has is settled by its config, where the type cannot see it.
 MaybeArray = Any
+
+
+class ByInput(struct.PyTreeNode):
+    """A matrix of a layer as `[in, out]`, `y = x @ array` (`weight_layout`)."""
+
+    array: jax.Array  # [in, out]
 
 
 class ConvParams(struct.PyTreeNode):

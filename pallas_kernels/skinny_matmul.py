@@ -1,7 +1,9 @@
 """Few-row matrix products over weights kept as in checkpoints, with their fused epilogues.
 
-Weights are `[out, in]` and `y = x @ w.T`. Accumulation is f32; roundings are those of the models'
-own code: the product is rounded to the activations' dtype before anything else touches it.
+Weights are `[out, in]` and `y = x @ w.T`, or with `by_input` `[in, out]` and `y = x @ w`, which
+XLA's products on a GPU read faster and the kernels do not take. Accumulation is f32; roundings are
+those of the models' own code: the product is rounded to the activations' dtype before anything else
+touches it.
 
 A program of the kernel holds a tile of rows and reads a tile of weight rows along `in`, once. Few
 output tiles leave most of a GPU idle, so the sum over `in` can be split over programs; the parts
@@ -277,6 +279,7 @@ def skinny_matmul(
     eps: float = 1e-6,
     residual=None,
     out_dtype=None,
+    by_input: bool = False,
     impl: str = "auto",
     config: SkinnyMatmulConfig | None = None,
 ) -> jax.Array:
@@ -292,13 +295,14 @@ def skinny_matmul(
       eps: of that norm.
       residual: [N, out] in the dtype of `x`, or None.
       out_dtype: dtype of the result, by default that of `x`; only without a residual.
+      by_input: whether `w` is [in, out] instead; by XLA alone.
       impl: which implementation runs; "triton" needs the package jax-triton.
       config: tiles of the kernel, by default the table's.
     Returns:
       [N, out] rows.
     """
     op = "skinny_matmul"
-    n, out = _check_operands(op, x, w, "w", norm)
+    n, out = _check_operands(op, x, w, "w", norm, by_input)
     dtype = jnp.result_type(x)
     out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
     if residual is not None:
@@ -308,6 +312,9 @@ def skinny_matmul(
                 f"{op}: residual is {jnp.result_type(residual).name} and out_dtype "
                 f"{out_dtype.name}, wanted both {dtype.name} as x"
             )
+    if by_input:
+        twin = partial(skinny_matmul_xla, by_input=True)
+        return _by_xla(op, impl, twin, x, w, norm, residual, eps=eps, out_dtype=out_dtype)
     inner = jnp.shape(w)[1]
     config = _check_config(op, config) or tiles_for(inner, out, dtype.itemsize)
     if impl == "triton":
@@ -317,12 +324,21 @@ def skinny_matmul(
     return dispatch(op, impl, kernel, skinny_matmul_xla, *arrays, eps=eps, out_dtype=out_dtype)
 
 
+def _by_xla(op: str, impl: str, twin, *arrays, **static) -> jax.Array:
+    """Run XLA's product over a weight `[in, out]`; whoever asks for a kernel is told."""
+    unserved = "has no kernel for a weight [in, out], only for [out, in]"
+    if impl == "triton":
+        raise NotImplementedError(f"{op}: impl={impl!r} {unserved}, supported are 'auto' and 'xla'")
+    return dispatch(op, impl, None, twin, *arrays, unserved=unserved, **static)
+
+
 def skinny_matmul_swiglu(
     x,
     w_gate_up,
     *,
     norm=None,
     eps: float = 1e-6,
+    by_input: bool = False,
     impl: str = "auto",
     config: SkinnyMatmulConfig | None = None,
 ) -> jax.Array:
@@ -336,15 +352,22 @@ def skinny_matmul_swiglu(
       w_gate_up: [2*F, in] in the dtype of `x`: the gate's rows, then up's.
       norm: [in] in the dtype of `x`, weight of an RMSNorm of the rows before the product, or None.
       eps: of that norm.
+      by_input: whether `w_gate_up` is [in, 2*F] instead; by XLA alone.
       impl: which implementation runs.
       config: tiles of the kernel, by default the table's; `split_k` is not used.
     Returns:
       [N, F] rows in the dtype of `x`.
     """
     op = "skinny_matmul_swiglu"
-    _, out = _check_operands(op, x, w_gate_up, "w_gate_up", norm)
+    _, out = _check_operands(op, x, w_gate_up, "w_gate_up", norm, by_input)
     if out % 2:
-        raise ValueError(f"{op}: w_gate_up has {out} rows, wanted gate and up, so an even number")
+        which = "columns" if by_input else "rows"
+        raise ValueError(
+            f"{op}: w_gate_up has {out} {which}, wanted gate and up, so an even number"
+        )
+    if by_input:
+        twin = partial(skinny_matmul_swiglu_xla, by_input=True)
+        return _by_xla(op, impl, twin, x, w_gate_up, norm, eps=eps)
     inner = jnp.shape(w_gate_up)[1]
     config = _check_config(op, config) or tiles_for(inner, out, jnp.result_type(x).itemsize)
     kernel = None if impl == "auto" else partial(skinny_matmul_swiglu_pallas, config=config)
@@ -352,30 +375,31 @@ def skinny_matmul_swiglu(
 
 
 def skinny_matmul_xla(
-    x, w, norm=None, residual=None, *, eps: float = 1e-6, out_dtype=None
+    x, w, norm=None, residual=None, *, eps: float = 1e-6, out_dtype=None, by_input: bool = False
 ) -> jax.Array:
     """`skinny_matmul` as one dot."""
-    acc = _matmul(x if norm is None else _rms_norm(x, norm, eps), w)
+    acc = _matmul(x if norm is None else _rms_norm(x, norm, eps), w, by_input)
     if residual is None:
         return acc.astype(out_dtype or x.dtype)
     return acc.astype(x.dtype) + residual
 
 
-def skinny_matmul_swiglu_xla(x, w_gate_up, norm=None, *, eps: float = 1e-6) -> jax.Array:
+def skinny_matmul_swiglu_xla(
+    x, w_gate_up, norm=None, *, eps: float = 1e-6, by_input: bool = False
+) -> jax.Array:
     """`skinny_matmul_swiglu` as one dot and one elementwise fusion."""
-    gate_up = _matmul(x if norm is None else _rms_norm(x, norm, eps), w_gate_up).astype(
-        x.dtype
-    )  # [N, 2*F]
+    x = x if norm is None else _rms_norm(x, norm, eps)
+    gate_up = _matmul(x, w_gate_up, by_input).astype(x.dtype)  # [N, 2*F]
     gate, up = jnp.split(gate_up, 2, axis=1)
     return jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up
 
 
-def _matmul(x, w) -> jax.Array:
-    """Return `x @ w.T` as f32[N, out]."""
+def _matmul(x, w, by_input: bool) -> jax.Array:
+    """Return `x @ w.T`, or `x @ w` of a weight `[in, out]`, as f32[N, out]."""
     return lax.dot_general(
         x,
         w,
-        (((1,), (1,)), ((), ())),
+        (((1,), (0 if by_input else 1,)), ((), ())),
         precision=dot_precision(x.dtype),
         preferred_element_type=jnp.float32,
     )
@@ -388,11 +412,12 @@ def _rms_norm(x, weight, eps: float) -> jax.Array:
     return (wide * scale).astype(x.dtype) * weight[None]
 
 
-def _check_operands(op: str, x, w, name: str, norm) -> tuple[int, int]:
+def _check_operands(op: str, x, w, name: str, norm, by_input: bool) -> tuple[int, int]:
     """Check rows, weight and norm against each other and return (N, out)."""
     n, width = check_rank(op, "x", x, "N in")
-    out, _ = check_rank(op, name, w, "out in")
-    check_shape(op, name, w, (out, width))
+    sides = check_rank(op, name, w, "in out" if by_input else "out in")
+    out = sides[1] if by_input else sides[0]
+    check_shape(op, name, w, (width, out) if by_input else (out, width))
     check_float(op, x=x)
     if jnp.result_type(w) != jnp.result_type(x):
         raise ValueError(

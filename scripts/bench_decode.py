@@ -197,13 +197,13 @@ class Bench:
     def _load(self, setting: Setting) -> None:
         """Random weights of the pair, made on the device; those of the last pair are dropped."""
         import jax
-        from random_pair import materialise, pair_configs, params_specs
+        from random_pair import pair_configs, random_params
 
         if self.pair == (setting.shapes, setting.drafter):
             return
         self.params = None
         target, draft = pair_configs(setting.shapes, setting.drafter, rows=self.args.rows)
-        self.params = materialise(params_specs(target, draft, self.args.dtype))
+        self.params = random_params(target, draft, dtype=self.args.dtype, impl=self.args.impl)
         jax.block_until_ready(self.params)
         self.pair = (setting.shapes, setting.drafter)
 

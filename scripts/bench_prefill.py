@@ -54,10 +54,10 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> int:
     import jax
 
-    from scripts.random_pair import materialise, pair_configs, params_specs
+    from scripts.random_pair import pair_configs, random_params
 
     target, draft = pair_configs(args.shapes, args.drafter)
-    params = materialise(params_specs(target, draft, args.dtype))
+    params = random_params(target, draft, dtype=args.dtype, impl=args.impl)
     work = operations(params, args.tokens)
     rows = []
     for chunk in args.chunks:

@@ -204,13 +204,16 @@ def smollm2(args: argparse.Namespace, save: Save) -> Record:
     from dflash_jax.train.data import chat_ids
     from dflash_jax.train.eval_sets import eval_prompts
 
-    target, tokenizer = dj.load_target("smollm2", dtype="bfloat16"), dj.load_tokenizer("smollm2")
+    tokenizer = dj.load_tokenizer("smollm2")
+    target = dj.turn_weights(dj.load_target("smollm2", dtype="bfloat16"))
     texts = [row["prompt"] for row in eval_prompts("humaneval")[:64]]
     prompts = [one for one in (chat_ids(tokenizer, text) for text in texts) if len(one) < 800]
     drafters = {
         "none": no_drafter(),
-        "dflash": dj.load_drafter("smollm2-dflash", target),
-        "dflash2": dj.load_drafter("smollm2-dflash2", target),
+        **{
+            kind: dj.turn_weights(dj.load_drafter(f"smollm2-{kind}", target))
+            for kind in ("dflash", "dflash2", "dspark", "mtp")
+        },
     }
     rows: list[Record] = []
     for batch, count in ((1, 4), (4, 8), (32, 32)):

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from decode_runner import Runner
 from jax import lax
-from random_pair import materialise, pair_configs, params_specs
+from random_pair import pair_configs, random_params
 
 from dflash_jax import loop
 from dflash_jax.fixed import plan
@@ -71,7 +71,7 @@ class Bench:
 
     def __init__(self, shapes: str, context: int, *, rows: int, impl: str = "auto") -> None:
         target, draft = pair_configs(shapes, "dflash2", rows=rows)
-        self.params = materialise(params_specs(target, draft))
+        self.params = random_params(target, draft, impl=impl)
         self.context, self.options = context, DecodeOptions(impl=impl)
         self.fixed = plan(
             target,

@@ -28,6 +28,7 @@ from dflash_jax.params import (
     SelectorParams,
     TargetParams,
 )
+from dflash_jax.weight_layout import suits, turn_weights
 
 WEIGHT_SCALE = 0.02
 
@@ -325,6 +326,14 @@ def materialise(specs: Any, *, scale: float = WEIGHT_SCALE, seed: int = 0) -> An
         mean = 1.0 if len(leaf.shape) == 1 else 0.0
         arrays.append(_normal(key, mean, scale, shape=leaf.shape, dtype=leaf.dtype.name))
     return jax.tree.unflatten(tree, arrays)
+
+
+def random_params(
+    target: TargetConfig, draft: DrafterConfig, *, dtype: str = "bfloat16", impl: str = "auto"
+) -> Params:
+    """Random weights of a pair, laid out as a decode by `impl` on this device takes them."""
+    specs = params_specs(target, draft, dtype)
+    return materialise(jax.eval_shape(turn_weights, specs) if suits(impl) else specs)
 
 
 def state_bytes(buffers: Any) -> int:

@@ -13,7 +13,7 @@ from jax import lax
 
 import pallas_kernels as pk
 from dflash_jax.config import MoeConfig
-from dflash_jax.layers import linear
+from dflash_jax.layers import linear, swiglu
 from dflash_jax.params import LayerParams
 
 
@@ -34,7 +34,7 @@ def expert_shares(x: jax.Array, router: jax.Array, c: MoeConfig, *, impl: str) -
 def mixture(layer: LayerParams, x: jax.Array, c: MoeConfig, *, impl: str) -> jax.Array:
     """The feed-forward of a layer with experts: x[N, E] -> [N, E]."""
     shares = expert_shares(x, layer.router, c, impl=impl)
-    inner = pk.skinny_matmul_swiglu(x, layer.gate_up, impl=impl)  # [N, F], all experts
+    inner = swiglu(x, layer.gate_up, impl=impl)  # [N, F], all experts
     weights = jnp.repeat(shares, c.ffn, axis=1)
     if layer.shared_gate is not None:
         gate = pk.skinny_matmul(x, layer.shared_gate, out_dtype=jnp.float32, impl=impl)

@@ -25,6 +25,7 @@ from dflash_jax.options import DecodeOptions
 from dflash_jax.sampling import SamplingMode
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import init_buffers, init_state
+from dflash_jax.weight_layout import turn_weights
 from scripts.random_pair import DRAFTERS, SHAPES, pair_configs, params_specs
 from tests.aot.h200 import h200, instructions, kernels, top_level
 
@@ -116,6 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     mode = SamplingMode(**dict.fromkeys(SamplingMode.__slots__, True)) if args.sampling else None
     params, carried = params_specs(target, draft), carriers(draft, fixed, mode)
+    if args.impl != "pallas":  # as `weight_layout.suits` says on the device
+        params = jax.eval_shape(turn_weights, params)
     widths = tuple(args.verify_widths)
     options = DecodeOptions(impl=args.impl, sampling=mode, verify_widths=widths)
     static = {"fixed": fixed, "options": options}

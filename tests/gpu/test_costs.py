@@ -36,7 +36,7 @@ def pairs(monkeypatch):
 
 
 def random_params(pairs, shapes, drafter):
-    return pairs.materialise(pairs.params_specs(*pairs.pair_configs(shapes, drafter)))
+    return pairs.random_params(*pairs.pair_configs(shapes, drafter))
 
 
 def stages(params, batch):
