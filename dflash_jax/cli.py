@@ -148,8 +148,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompts",
         metavar="FILE.jsonl",
-        help='one object a line: "prompt" or "messages", and perhaps "max_new_tokens", "id"; '
-        "results are JSON lines",
+        help='one object a line: "prompt" or "messages", and perhaps "id", "max_new_tokens" and '
+        'sampling of its own ("temperature", "top_p", "stop" ...); results are JSON lines',
     )
     mode = group.add_mutually_exclusive_group()
     mode.add_argument(

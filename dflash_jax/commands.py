@@ -25,7 +25,7 @@ from dflash_jax import (
 from dflash_jax.config import TargetConfig
 from dflash_jax.executable_cache import keep_executables
 from dflash_jax.fixed import Fixed
-from dflash_jax.job import context_for, sizes_for
+from dflash_jax.job import check_sampling, context_for, sizes_for
 from dflash_jax.models import Models
 from dflash_jax.mtp_config import DrafterConfig
 from dflash_jax.output import Output, sizes
@@ -89,13 +89,17 @@ def _decode(args: argparse.Namespace) -> int:
     pair = models.load(args)
     _check_check(args, asked, pair)
     with _fitting():
+        for request, one in zip(args.requests, asked, strict=True):
+            who = request.where or "decode"
+            check_sampling(one, pair.target.config.real_vocab, pair.tokenizer, who=who)
         prompts = [_ids(index, pair, args) for index in range(len(args.requests))]
         budgets = [request.max_new_tokens or args.max_new_tokens for request in args.requests]
         longest = max(len(ids) + budget for ids, budget in zip(prompts, budgets, strict=True))
         context = args.max_context or context_for(longest, pair.target.config)
         batch = min(args.batch, len(prompts))
         fixed = _sizes(args, pair.target.config, pair.draft_config, context, batch)
-    output = Output(args, has_text=pair.tokenizer is not None)
+    is_one = all(one == asked[0] for one in asked)
+    output = Output(args, has_text=pair.tokenizer is not None, sampling=() if is_one else asked)
     output.say(_headline(pair))
     output.say(_memory_line(memory.estimate(pair.target.config, pair.draft_config, fixed)))
     options = {
@@ -113,7 +117,7 @@ def _decode(args: argparse.Namespace) -> int:
         "verify_widths": args.verify_widths,
     }
     # Settled here, so that a second run of the same prompts draws the same.
-    requests = [with_seed(asked) for _ in prompts]
+    requests = [with_seed(one) for one in asked]
     try:
         found, proof = _generate(args, pair, prompts, budgets, requests, fixed, options, output)
     finally:
@@ -123,7 +127,7 @@ def _decode(args: argparse.Namespace) -> int:
         "drafter": pair.choice.name,
         "mode": pair.mode,
         "plan": sizes(fixed),
-        "sampling": asdict(asked),
+        "sampling": asdict(asked[0]) if is_one else None,  # None: beside each answer
     }
     output.finish(found, proof, facts)
     return 0 if proof is None or proof.holds else 1
@@ -134,12 +138,12 @@ def _has_no_model(choice: models.DrafterChoice) -> bool:
     return choice.name == "none" or choice.accepts is not None
 
 
-def _check_check(args: argparse.Namespace, asked: SamplingOptions, pair: Models) -> None:
+def _check_check(args: argparse.Namespace, asked: Sequence[SamplingOptions], pair: Models) -> None:
     """Refuse a comparison of tokens where drafted and plain decoding agree in distribution only."""
     draws = args.draft_sampling
     if draws is None:
         draws = drafters.draws_drafts(pair.draft_config)
-    if args.check and asked.is_random and draws:
+    if args.check and draws and any(one.is_random for one in asked):
         raise UsageError(
             f"decode: --check compares tokens, but where the drafts of {pair.choice.name} are "
             "drawn they follow plain decoding in distribution only; add --no-draft-sampling"
@@ -150,7 +154,8 @@ def _ids(index: int, pair: Models, args: argparse.Namespace) -> Sequence[int]:
     try:
         return models.prompt_ids(args.requests[index], pair, args.system)
     except ValueError as error:  # of text that is none, or of the chat template
-        raise UsageError(f"decode: prompt {index}: {_sentence(error)}") from error
+        where = args.requests[index].where or f"prompt {index}"
+        raise UsageError(f"decode: {where}: {_sentence(error)}") from error
 
 
 def _generate(

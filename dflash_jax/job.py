@@ -189,14 +189,21 @@ def _requests(
     for one in given:
         if not isinstance(one, SamplingOptions):
             raise TypeError(f"generate: sampling is {one!r}, wanted SamplingOptions")
-        outside = [index for index in dict(one.logit_bias) if not 0 <= index < vocab]
-        if outside:
-            raise ValueError(
-                f"generate: logit_bias has token id {outside[0]}, outside the vocabulary of {vocab}"
-            )
-        if one.stop and tokenizer is None:
-            raise ValueError(f"generate: stop is {one.stop}, texts need a tokenizer")
+        check_sampling(one, vocab, tokenizer, who="generate")
     return [with_seed(one) for one in given]
+
+
+def check_sampling(
+    one: SamplingOptions, vocab: int, tokenizer: Tokenizer | None, *, who: str
+) -> None:
+    """Raise ValueError for what a target of `vocab` ids and its tokenizer cannot give."""
+    outside = [index for index in dict(one.logit_bias) if not 0 <= index < vocab]
+    if outside:
+        raise ValueError(
+            f"{who}: logit_bias has token id {outside[0]}, outside the vocabulary of {vocab}"
+        )
+    if one.stop and tokenizer is None:
+        raise ValueError(f"{who}: stop is {one.stop}, texts need a tokenizer")
 
 
 def _samples_drafts(

@@ -3,20 +3,31 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dflash_jax.certificate import Certificate
 from dflash_jax.engine import Generation, summary
 from dflash_jax.fixed import Fixed
 from dflash_jax.reports.progress import Phases
+from dflash_jax.sampling import SamplingOptions
 from dflash_jax.stats import Stats
 
 
 class Output:
     """Streams one prompt's text, or writes a JSON line for each prompt of a file."""
 
-    def __init__(self, args: argparse.Namespace, *, has_text: bool) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        has_text: bool,
+        sampling: Sequence[SamplingOptions] = (),
+    ) -> None:
+        """`sampling`: what was asked of each answer, where that is not one and the same."""
         self._args = args
+        self._sampling = sampling
         self._phases = Phases()
         self._is_file = args.prompts is not None
         self._streams = not self._is_file and not args.json and has_text
@@ -57,7 +68,8 @@ class Output:
         self._phases(f"prompt {index + 1} of {len(self._args.requests)} is done")
 
     def _line(self, index: int, one: Generation) -> dict[str, Any]:
-        return {"index": index, "id": self._args.requests[index].id, **_answer(one)}
+        line = {"index": index, "id": self._args.requests[index].id, **_answer(one)}
+        return line | ({"sampling": asdict(self._sampling[index])} if self._sampling else {})
 
     def _answers(self, found: list[Generation]) -> dict[str, Any]:
         """What the last line says of the answers: those that no line before it holds."""

@@ -1,14 +1,44 @@
 """Requests read from a JSON Lines file: one object a line, checked before anything is loaded.
 
-A line holds "prompt" (text) or "messages" (a chat), and may hold "max_new_tokens" and "id".
+A line holds "prompt" (text) or "messages" (a chat), and may hold "max_new_tokens", "id" and options
+of sampling, which go before the command line's. Null is as good as nothing. What its numbers may be
+is checked where they mean something, in `sampling`.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_KEYS = ("prompt", "messages", "max_new_tokens", "id")
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "logprobs",
+    "stop",
+)
+_KEYS = ("prompt", "messages", "max_new_tokens", "id", *SAMPLING)
+# What a step is compiled for, or how prompts are read: flags of the command line, for all lines.
+_OF_ALL = (
+    "batch",
+    "cycles",
+    "draft_sampling",
+    "eos_ids",
+    "ignore_eos",
+    "markov_top_k",
+    "min_confidence",
+    "num_drafts",
+    "system",
+    "verify_widths",
+)
+_MOST_DIGITS = 20  # of a token id
 
 
 class UsageError(ValueError):
@@ -24,6 +54,8 @@ class Request:
     ids: tuple[int, ...] | None = None
     max_new_tokens: int | None = None  # None: the caller's default
     id: str | int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # what its line says, as it says it
+    where: str = field(default="", compare=False)  # the line it comes from
 
 
 def read_jsonl(path: str | Path, *, allow_messages: bool = True) -> list[Request]:
@@ -69,6 +101,11 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 def _request(found: dict[str, Any], where: str, allow_messages: bool) -> Request:
     unknown = [key for key in found if key not in _KEYS]
+    if unknown and unknown[0] in _OF_ALL:
+        raise UsageError(
+            f"{where}: {unknown[0]} is {repr(found[unknown[0]])[:80]}, but it is one for all "
+            f"prompts: wanted --{unknown[0].replace('_', '-')}; a line may have {', '.join(_KEYS)}"
+        )
     if unknown:
         raise UsageError(
             f"{where}: unknown option {unknown[0]!r}, wanted one of {', '.join(_KEYS)}"
@@ -88,7 +125,30 @@ def _request(found: dict[str, Any], where: str, allow_messages: bool) -> Request
         raise UsageError(f"{where}: prompt is {text!r}, wanted text that is not empty")
     _require_characters(text or "", where)
     messages = _messages(found["messages"], where) if "messages" in found else None
-    return Request(text=text, messages=messages, max_new_tokens=budget, id=name)
+    return Request(text, messages, None, budget, name, _sampling(found, where), where)
+
+
+def _sampling(found: dict[str, Any], where: str) -> dict[str, Any]:
+    """A line's options of sampling, with token ids that JSON spells as texts."""
+    given = {name: found[name] for name in SAMPLING if found.get(name) is not None}
+    stops = given.get("stop", [])
+    for text in [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else []:
+        if isinstance(text, str):
+            _require_characters(text, where)
+    if "logit_bias" in given:
+        given["logit_bias"] = _biases(given["logit_bias"], where)
+    return given
+
+
+def _biases(found: Any, where: str) -> dict[int, Any]:
+    if not isinstance(found, dict):
+        came = repr(found)[:80]
+        raise UsageError(f'{where}: logit_bias is {came}, wanted {{"token id": number}}')
+    for key in found:
+        is_number = key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS
+        if not is_number or str(int(key)) != key:  # 7 and 07 would be one id
+            raise UsageError(f"{where}: logit_bias has {key[:80]!r}, wanted a token id")
+    return {int(key): value for key, value in found.items()}
 
 
 def _messages(found: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -142,7 +142,7 @@ def _stop_strings(given: Any) -> tuple[str, ...]:
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real | np.number):
         raise TypeError(f"sampling: {name} is {value!r}, wanted a number")
-    if not math.isfinite(value):
+    if not isinstance(value, int) and not math.isfinite(value):  # an int may pass every float
         raise ValueError(f"sampling: {name} is {value}, wanted a finite number")
     is_fit, wanted = _RANGES[name]
     if not is_fit(value):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dflash_jax.prompts import SAMPLING, UsageError
 
 if TYPE_CHECKING:
     from dflash_jax.sampling import SamplingOptions
@@ -16,6 +19,7 @@ _FILTERS = {
     "presence_penalty": (float, "X", "for tokens in the answer; 0 is none"),
     "frequency_penalty": (float, "X", "for each time that a token is in the answer; 0 is none"),
 }
+_OF_DRAWS = ("top_k", "top_p", "min_p", "seed")  # have no meaning where the best token is taken
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,23 +56,53 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options(args: argparse.Namespace) -> SamplingOptions:
-    """What was asked for; ValueError or TypeError names what cannot be."""
+def options(args: argparse.Namespace) -> list[SamplingOptions]:
+    """What is asked of each of `args.requests`; ValueError or TypeError names what cannot be.
+
+    What a line of a file says goes before the command line. A line that asks for the best tokens
+    takes no filter and no seed from there.
+    """
     from dflash_jax.sampling import SamplingOptions  # jax comes after parsing
 
+    given = _given(args)
+    asked, unused = [], dict(given)
+    for request in args.requests:
+        own = request.sampling
+        left_out = _OF_DRAWS if _takes_the_best(own) else ()
+        shared = {name: x for name, x in given.items() if name not in own and name not in left_out}
+        for name in shared:
+            unused.pop(name, None)
+        try:
+            asked.append(SamplingOptions(**{"temperature": 0.0, **shared, **own}))
+        except (TypeError, ValueError) as error:
+            if not request.where:
+                raise
+            raise UsageError(f"{request.where}: {error}") from error
+    if unused:
+        raise UsageError(
+            f"--{next(iter(unused)).replace('_', '-')} is given, but no line of {args.prompts} "
+            "takes it: each has its own, or draws nothing"
+        )
+    return asked
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line itself says."""
     biases = args.logit_bias or []
     twice = [index for index, _ in biases if [i for i, _ in biases].count(index) > 1]
     if twice:
         raise ValueError(f"--logit-bias is given twice for token {twice[0]}")
-    asked = {name: getattr(args, name) for name in _FILTERS}
-    asked |= {"seed": args.seed, "stop": args.stop}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return SamplingOptions(
-        temperature=args.temperature or 0.0,
-        logit_bias=dict(biases),
-        logprobs=args.logprobs,
-        **given,
-    )
+    values = {name: getattr(args, name) for name in SAMPLING}
+    values |= {"logit_bias": dict(biases) or None, "logprobs": args.logprobs or None}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _takes_the_best(own: Mapping[str, Any]) -> bool:
+    """Whether a line itself says a temperature that draws nothing."""
+    from dflash_jax.sampling import GREEDY_BELOW
+
+    heat = own.get("temperature")
+    return isinstance(heat, int | float) and heat < GREEDY_BELOW
 
 
 def _bias(text: str) -> tuple[int, float]:

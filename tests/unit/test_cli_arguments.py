@@ -57,10 +57,56 @@ def test_a_wrong_command_ends_in_one_sentence_and_code_2(capsys, argv, message):
 
 def test_a_wrong_line_of_a_prompts_file_is_named(capsys, tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "fine"}\n{"prompt": "x", "temperature": 0.5}\n')
+    path.write_text('{"prompt": "fine"}\n{"prompt": "x", "heat": 0.5}\n')
     assert main(["decode", "--prompts", str(path)]) == 2
     (said,) = lines(capsys)
-    assert "line 2: unknown option 'temperature'" in said
+    assert "line 2: unknown option 'heat', wanted one of prompt, messages, max_new_tokens" in said
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('"temperature": "hot"', "sampling: temperature is 'hot', wanted a number"),
+        ('"temperature": -1', "sampling: temperature is -1, wanted 0 to 10000"),
+        ('"temperature": NaN', "sampling: temperature is nan, wanted a finite number"),
+        ('"temperature": 1' + "0" * 400, "0, wanted 0 to 10000"),
+        ('"top_k": 5', "sampling: top_k is 5, but temperature 0.0 always takes the best token"),
+        ('"temperature": 0, "seed": 1', "sampling: seed is 1, but temperature 0 always"),
+        ('"temperature": 1, "top_k": 2.0', "sampling: top_k is 2.0, wanted an integer"),
+        ('"logprobs": 1', "sampling: logprobs is 1, wanted True or False"),
+        ('"stop": [""]', "sampling: stop has an empty text"),
+        ('"stop": 5', "sampling: stop is 5, wanted texts"),
+        ('"logit_bias": {"5": "x"}', "sampling: logit_bias is 'x', wanted a number"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_sampling_that_a_line_cannot_have_is_named_before_anything_is_loaded(
+    capsys, tmp_path, monkeypatch, line, message
+):
+    monkeypatch.setattr("dflash_jax.models.load", None)
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{{"prompt": "x", {line}}}\n')
+    assert main(["decode", "--prompts", str(path), "--drafter", "none"]) == 2
+    (said,) = lines(capsys)
+    assert f"{path}, line 2: sampling: " in said and message in said
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--seed", "3"], "line 2: sampling: top_p is 0.5, but temperature 0.0 always"),
+        (["--temperature", "1", "--top-p", "0.9"], "--top-p is given, but no line of"),
+    ],
+)
+def test_sampling_for_lines_that_cannot_take_it_is_refused(
+    capsys, tmp_path, monkeypatch, flags, message
+):
+    monkeypatch.setattr("dflash_jax.models.load", None)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "x", "temperature": 0}\n{"prompt": "x", "top_p": 0.5}\n')
+    assert main(["decode", "--prompts", str(path), "--drafter", "none", *flags]) == 2
+    (said,) = lines(capsys)
+    assert message in said
 
 
 def test_help_shows_defaults(capsys):

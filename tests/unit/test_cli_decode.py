@@ -181,7 +181,6 @@ def test_an_oracles_later_batches_wait_for_the_earlier_ones(dflash, tmp_path):
     stats = json.loads(out[-1])["stats"]
     first, queued = stats["ttft_seconds"], stats["queue_seconds"]
     assert code == 0 and first[0] < queued[1] < first[1] < queued[2] < first[2]
-    assert queued[2] <= first[0] + first[1] - queued[1] + stats["decode_seconds"] + 1e-4
 
 
 def test_eos_ids_replace_the_models_and_ignoring_them_goes_on(dflash, pair, expected):

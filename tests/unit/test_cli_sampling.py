@@ -21,10 +21,10 @@ def dflash(tiny, capsys, monkeypatch):
     """Run `dflash decode` on the pair: code, the last line of stdout, and stderr."""
     monkeypatch.setattr(commands, "keep_executables", lambda: None)  # a setting of the process
 
-    def run(*arguments):
+    def run(*arguments, prompt=("in the",)):
         models = "--target", str(tiny.target), "--drafter", str(tiny.drafter)
         shape = "--max-new-tokens", "12", "--max-context", "64", "--json", "--no-stats"
-        code = cli.main(["decode", "in the", "--raw", *models, *shape, *arguments])
+        code = cli.main(["decode", *prompt, "--raw", *models, *shape, *arguments])
         out, err = capsys.readouterr()
         return code, json.loads(out.splitlines()[-1]) if code == 0 else None, err
 
@@ -50,6 +50,48 @@ def test_a_seed_gives_its_answer_again_and_a_new_one_is_in_the_record(dflash):
 def test_a_check_at_a_temperature_needs_drafts_that_are_not_drawn(dflash):
     code, _, err = dflash(*DRAWN, "--check")
     assert code == 2 and err.endswith("in distribution only; add --no-draft-sampling\n")
+
+
+def test_every_line_of_a_file_is_sampled_as_it_says(dflash, tmp_path):
+    """What a line does not say comes from the command line; one executable serves all."""
+    lines = [
+        {"temperature": 0},
+        {"seed": 7},
+        {"temperature": 1.5, "top_p": 0.5, "seed": 2**60, "logprobs": False},
+        {"max_new_tokens": 4, "id": "short"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "in the", **line}) for line in lines))
+    code, record, _ = dflash(*SAMPLED, "--seed", "11", prompt=("--prompts", str(path)))
+    assert code == 0 and record["certificate"]["holds"] and record["sampling"] is None
+    best, seven, hot, short = record["answers"]
+    asked = [
+        {n: one["sampling"][n] for n in ("temperature", "top_p", "seed")} for one in (best, hot)
+    ]
+    assert asked == [
+        {"temperature": 0, "top_p": None, "seed": None},
+        {"temperature": 1.5, "top_p": 0.5, "seed": 2**60},
+    ]
+    assert best["sampling"]["frequency_penalty"] == 0.1 and "seed" not in best
+    assert "logprobs" in best and "logprobs" not in hot and hot["seed"] == 2**60
+    _, alone, _ = dflash(*SAMPLED, "--seed", "7")
+    assert seven["ids"] == alone["ids"] and seven["seed"] == 7
+    flags = "--temperature", "1.5", "--top-p", "0.5", "--seed", str(2**60)
+    _, alone, _ = dflash(*SAMPLED, *flags)
+    assert hot["ids"] == alone["ids"] != seven["ids"]
+    _, alone, _ = dflash(*SAMPLED, "--seed", "11")
+    assert short["ids"] == alone["ids"][:4] and short["id"] == "short"
+    assert best["ids"] not in (seven["ids"], hot["ids"])
+
+
+def test_what_a_line_asks_of_the_models_is_refused_by_its_number(dflash, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n{"prompt": "x", "logit_bias": {"9999": 1}}')
+    code, _, err = dflash(prompt=("--prompts", str(path)))
+    assert code == 2 and "prompts.jsonl, line 2: logit_bias has token id 9999, outside" in err
+    path.write_text('{"prompt": "x"}\n{"prompt": "x", "temperature": 1}')
+    code, _, err = dflash("--check", "--draft-sampling", prompt=("--prompts", str(path)))
+    assert code == 2 and "in distribution only; add --no-draft-sampling" in err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
+from dataclasses import fields
+
 import pytest
 
-from dflash_jax.prompts import Request, read_jsonl
+from dflash_jax.prompts import SAMPLING, Request, read_jsonl
+from dflash_jax.sampling import SamplingOptions
 
 
 def write(tmp_path, text, mode="w"):
@@ -24,7 +27,15 @@ def test_a_file_may_mix_texts_and_chats(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"prompt": "x", "temperature": 1}', "unknown option 'temperature'"),
+        ('{"prompt": "x", "heat": 1}', "unknown option 'heat', wanted one of prompt, messages"),
+        ('{"prompt": "x", "num_drafts": 3}', "num_drafts is 3, but .* wanted --num-drafts; a line"),
+        ('{"prompt": "x", "eos_ids": [3]}', r"eos_ids is \[3\], but it is one for all prompts"),
+        ('{"prompt": "x", "logit_bias": [[1, 2]]}', r"logit_bias is \[\[1, 2\]\], wanted"),
+        ('{"prompt": "x", "logit_bias": {"a": 2}}', "logit_bias has 'a', wanted a token id"),
+        ('{"prompt": "x", "logit_bias": {"07": 2}}', "logit_bias has '07', wanted a token id"),
+        ('{"prompt": "x", "logit_bias": {"-1": 2}}', "logit_bias has '-1', wanted a token id"),
+        ('{"prompt": "x", "logit_bias": {"1": 2, "1": 3}}', "'1' is given twice"),
+        ('{"prompt": "x", "stop": ["\\ud800"]}', "U\\+D800, half of a surrogate pair"),
         ('{"prompt": ', "not JSON"),
         ('["x"]', "a JSON list, wanted an object"),
         ('{"id": "x"}', "exactly one of"),
@@ -52,6 +63,16 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, message):
     with pytest.raises(ValueError, match=message) as error:
         read_jsonl(path)
     assert "prompts.jsonl, line 3" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_line_may_say_how_it_is_sampled(tmp_path):
+    line = (
+        '{"prompt": "x", "temperature": 0.5, "top_k": null, "logit_bias": {"7": -1}, "stop": "y"}'
+    )
+    (found,) = read_jsonl(path := write(tmp_path, line))
+    assert found.sampling == {"temperature": 0.5, "logit_bias": {7: -1}, "stop": "y"}
+    assert found.where == f"{path}, line 1"
+    assert set(SAMPLING) == {field.name for field in fields(SamplingOptions)}
 
 
 def test_a_chat_is_refused_when_decoding_is_raw(tmp_path):
