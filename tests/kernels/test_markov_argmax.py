@@ -94,6 +94,6 @@ def test_a_wrong_argument_is_one_sentence(bad, message):
 
 def test_more_columns_than_the_kernel_serves_are_refused_before_anything_compiles():
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    base, code, out = shape((1, 1, 600_000)), shape((1, 8)), shape((600_000, 8))
-    with pytest.raises(NotImplementedError, match="600000 columns, only for up to 524288"):
+    base, code, out = shape((1, 1, 1_200_000)), shape((1, 8)), shape((1_200_000, 8))
+    with pytest.raises(NotImplementedError, match="1200000 columns, only for up to 1048576"):
         jax.eval_shape(partial(pk.markov_argmax, impl="interpret"), base, code, out)
