@@ -149,7 +149,7 @@ def test_a_confidence_that_is_not_a_number_drafts_nothing_and_is_said():
     broken = with_threshold(params.draft.replace(confidence=broken), 0.0)
     ask = {"max_new_tokens": 12, "page_size": 4, "max_context": 32, "eos_ids": []}
     with pytest.warns(
-        RuntimeWarning, match="dspark drafter's numbers were not finite in prompts 0"
+        RuntimeWarning, match="dspark drafter's numbers were not finite in prompt 0;"
     ):
         got = dj.generate(params.replace(draft=broken), [kit.prompt(9)], **ask)
     assert all(count == 0 for count in np.concatenate(got[0].stats.proposed))
