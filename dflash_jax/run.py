@@ -54,8 +54,8 @@ def run(job: Job) -> Generator[Tracked, None, None]:
     if faulty:
         warnings.warn(
             f"decode: the {job.params.draft.config.kind} drafter's numbers were not finite in "
-            f"{'prompt' if len(faulty) == 1 else 'prompts'} {', '.join(faulty)}; nothing was drafted from them, and the answers are the "
-            "target's",
+            f"{'prompt' if len(faulty) == 1 else 'prompts'} {', '.join(faulty)}; nothing was "
+            "drafted from them, and the answers are the target's",
             RuntimeWarning,
             stacklevel=2,
         )
