@@ -22,6 +22,7 @@ RUNS = {
     ("dflash", "dflash2"): "smollm2-2026-11-30.jsonl",
     ("dspark", "mtp"): "smollm2-chained-2026-12-01.jsonl",
 }
+TITLES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "mtp": "MTP"}
 SETS = ("gsm8k", "humaneval", "mt_bench")
 MIB = 2**20
 
@@ -161,12 +162,25 @@ def test_the_readme_says_of_acceptance_what_the_log_says():
     assert list(table.values()) == cells and f"docs/training/{ACCEPTANCE}" in text
 
 
+def test_the_notebooks_say_of_acceptance_what_the_log_says():
+    tour, drafters = (
+        (ROOT / "notebooks" / name).read_text(encoding="utf-8")
+        for name in ("01_tour.ipynb", "02_drafters.ipynb")
+    )
+    cells = tau_cells(read_log(ACCEPTANCE))
+    for kind, title in TITLES.items():
+        greedy, sampled = cells[kind][::2], cells[kind][1::2]
+        both = [f"{a}, {b}" for a, b in zip(greedy, sampled, strict=True)]
+        assert f"| {title} | {' | '.join(greedy)} |" in tour
+        assert f"| {title} | {' | '.join(both)} |" in drafters
+    assert ACCEPTANCE in tour and ACCEPTANCE in drafters
+
+
 @pytest.mark.parametrize(("kinds", "log"), RUNS.items(), ids=["/".join(run) for run in RUNS])
 def test_the_held_out_curve_in_the_documentation_is_the_logs(kinds, log):
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     curve = {r["step"]: r for r in read_log(log) if r["event"] == "held_out"}
-    titles = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "mtp": "MTP"}
-    heads = [f"{titles[kind]} chat | code | maths" for kind in kinds]
+    heads = [f"{TITLES[kind]} chat | code | maths" for kind in kinds]
     rows = first_table(text, f"| step | {' | '.join(heads)} |")
     assert len(rows) >= 6
     for step, cells in rows.items():
