@@ -112,7 +112,14 @@ class Stats:
             return None
         if self.accepted_per_cycle >= LOW_ACCEPTANCE:
             return None
+        mode = self.settings.get("sampling") or {}
         advice = f"is drafter {self.drafter!r} made for this target, and for this chat mode?"
+        if mode.get("samples_drafts"):
+            advice = f"a text that is drawn is hard to guess, and {advice}"
+        elif mode.get("is_random"):
+            advice = (
+                f"a best token is seldom what is drawn, draft_sampling draws drafts too; {advice}"
+            )
         if self.drafter == "prompt_lookup":
             advice = "prompt lookup copies what was said before, and this text repeats little"
         return (

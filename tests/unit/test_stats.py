@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 import subprocess
 import sys
 
@@ -84,6 +85,18 @@ def test_a_collapsed_acceptance_is_said(accepted, cycles, warns):
     assert (stats.warning is not None) == warns
     assert ("low acceptance" in str(stats)) == warns
     assert (json.loads(stats.to_json())["warning"] is not None) == warns
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (None, "; is drafter 'dflash' made"),
+        ({"is_random": True, "samples_drafts": False}, "draft_sampling draws drafts too; is"),
+        ({"is_random": True, "samples_drafts": True}, "a text that is drawn is hard to guess"),
+    ],
+)
+def test_a_low_acceptance_at_a_temperature_is_explained_by_it(mode, said):
+    assert said in replace(one([1] * 50), settings={"sampling": mode}).warning
 
 
 def test_plain_decoding_never_warns_and_prints_no_drafter_figures():
