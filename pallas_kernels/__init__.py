@@ -7,6 +7,11 @@ shapes only, so that a token decodes to the same bits whatever shares its batch.
 from pallas_kernels._attention_tiles import AttentionConfig, attention_config
 from pallas_kernels._launch import IMPLS, MASK_VALUE, check_impl
 from pallas_kernels._skinny_tiles import SkinnyMatmulConfig
+from pallas_kernels.delta_rule_tiles import (
+    DeltaRuleTilesConfig,
+    delta_rule_tiles,
+    delta_rule_tiles_xla,
+)
 from pallas_kernels.dynamic_conv import dynamic_conv, dynamic_conv_xla
 from pallas_kernels.gated_delta_rows import (
     GatedDeltaRowsConfig,
@@ -33,6 +38,7 @@ from pallas_kernels.top16_selector import CANDIDATES, top16, top16_xla
 
 __all__ = [
     "CANDIDATES",
+    "DeltaRuleTilesConfig",
     "GatedDeltaRowsConfig",
     "GreedyRows",
     "IMPLS",
@@ -44,6 +50,8 @@ __all__ = [
     "argmax_rows",
     "attention_config",
     "check_impl",
+    "delta_rule_tiles",
+    "delta_rule_tiles_xla",
     "dynamic_conv",
     "dynamic_conv_xla",
     "gated_delta_rows",

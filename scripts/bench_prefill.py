@@ -6,8 +6,8 @@
 A prompt runs in chunks through `dflash_jax.loop.prefill`, as it does behind the command line: the
 target's layers, the head for the last row, the drafter's context. Work is counted in the matrix
 products of the layers and in attention, two operations a multiply-add; the peak is what a large
-bf16 product reached on an H200. Of a hybrid target the chunked delta rule is also timed alone, one
-layer over the whole prompt. The last line of stdout is one JSON object.
+bf16 product reached on an H200. Of a hybrid target the delta rule is also timed alone, one layer
+over the whole prompt. The last line of stdout is one JSON object.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,14 @@ def operations(params: Any, tokens: int) -> float:
 
 
 def rule_operations(gdn: Any, tokens: int) -> float:
-    """Of one layer's chunked delta rule: products whole, where half would do, and the solve.
+    """Of one layer's rule in XLA's chunks: products whole, where half would do, and the solve.
 
-    A row of a chunk of C: k k^T and q k^T, the solve of Dv + Dk columns, two products with the
-    state, one with the chunk's errors, one into the state.
+    A row of a chunk of C = 64: k k^T and q k^T, the solve of Dv + Dk columns, two products with
+    the state, one with the chunk's errors, one into the state. Tiles of 16 rows need fewer.
     """
     if gdn is None:
         return 0.0
-    from dflash_jax.targets.gated_delta import CHUNK
+    from pallas_kernels.delta_rule_tiles import CHUNK
 
     k, v = gdn.key_dim, gdn.value_dim
     a_row = 2 * (2 * CHUNK * k + CHUNK * (k + v) / 2 + 2 * k * v + CHUNK * v + k * v)
@@ -191,21 +192,19 @@ def _at_the_start(state: Any, fixed: Any) -> Any:
 
 
 def delta_rule(target: Any, args: argparse.Namespace) -> dict[str, float]:
-    """The chunked rule of one layer over the whole prompt."""
+    """The rule of one layer over the whole prompt."""
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax.targets.gated_delta import chunked_delta_rule
+    import pallas_kernels as pk
 
     gdn, tokens = target.gdn, args.tokens
-    heads, keys = gdn.num_value_heads, jax.random.split(jax.random.key(0), 5)
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    q, k = (unit(jax.random.normal(x, (1, tokens, heads, gdn.key_dim))) for x in keys[:2])
-    v = jax.random.normal(keys[2], (1, tokens, heads, gdn.value_dim))
-    g, beta = (jax.nn.sigmoid(jax.random.normal(x, (1, tokens, heads))) for x in keys[3:])
+    heads, keys = gdn.num_value_heads, jax.random.split(jax.random.key(0), 3)
+    qkv = jax.random.normal(keys[0], (1, tokens, gdn.conv_width), args.dtype)
+    g, beta = (jax.nn.sigmoid(jax.random.normal(x, (1, tokens, heads))) for x in keys[1:])
     state = jnp.zeros((1, heads, gdn.key_dim, gdn.value_dim))
-    rule = jax.jit(chunked_delta_rule)
-    given = q, k, v, -g, beta, state, jnp.ones((1, tokens), bool)
+    rule = jax.jit(partial(pk.delta_rule_tiles, num_key_heads=gdn.num_key_heads, impl=args.impl))
+    given = qkv, -g, beta, jnp.full((1,), tokens, jnp.int32), state
     found = figures(timed(lambda: rule(*given), args.repeats), rule_operations(gdn, tokens))
     say("the delta rule of a layer: {seconds:.5f} s, {share_of_peak:.1%} of peak", found)
     return found

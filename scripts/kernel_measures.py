@@ -360,6 +360,43 @@ def delta_rows(batch: int):
     )
 
 
+def delta_tiles(rows: int):
+    """A prompt at once, at the shapes of Qwen3.8-27B."""
+    key_heads, heads, dim = 16, 48, 128
+    width = (2 * key_heads + heads) * dim
+
+    def make(key: Any) -> Inputs:
+        keys = jax.random.split(key, 4)
+        gate = lambda k: jax.nn.sigmoid(_normal(k, 1, rows, heads, dtype="float32"))
+        return (
+            _normal(keys[0], 1, heads, dim, dim, dtype="float32"),
+            _normal(keys[1], 1, rows, width),
+            -gate(keys[2]),
+            gate(keys[3]),
+            jnp.full((1,), rows, jnp.int32),
+        )
+
+    def call(impl: str) -> Callable[..., Any]:
+        def run(state, qkv, g, beta, num_rows):
+            out, state = pk.delta_rule_tiles(
+                qkv, g, beta, num_rows, state, num_key_heads=key_heads, impl=impl
+            )
+            return state, out
+
+        return run
+
+    moved = 2 * _size(heads, dim, dim, itemsize=4) + _size(rows, width)
+    return Measure(
+        "delta_rule_tiles",
+        f"{rows:,} rows, {heads} heads of {dim}",
+        make,
+        call,
+        moved + _size(rows, heads, dim, itemsize=4) + 2 * _size(rows, heads, itemsize=4),
+        xla_us=1.6 * rows,
+        carried=1,
+    )
+
+
 # Matrix products
 
 
@@ -484,6 +521,8 @@ def full() -> list[Measure]:
         cache(ROWS),
         delta_rows(1),
         delta_rows(8),
+        delta_tiles(512),
+        delta_tiles(4096),
         matmul("qkv", WIDTH, (HEADS + 2 * KV_HEADS) * DIM),
         matmul("o", WIDTH, WIDTH),
         matmul("gate_up", WIDTH, 2 * FFN),

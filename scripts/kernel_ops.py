@@ -19,6 +19,7 @@ import pallas_kernels as pk
 from tests import cases
 from tests.kernels.compare import TOLERANCE
 from tests.reference import ops
+from tests.reference.delta_rule_tiles import delta_rule_tiles
 from tests.reference.gated_delta_rows import gated_delta_rows
 from tests.reference.layers import rms_norm
 from tests.reference.markov_argmax import markov_argmax
@@ -218,6 +219,14 @@ OPS = (
         cases.make_delta,
         lambda case, impl: partial(pk.gated_delta_rows, num_key_heads=case.heads[0], impl=impl),
         lambda case: partial(gated_delta_rows, num_key_heads=case.heads[0]),
+        donated=(4,),
+    ),
+    Op(
+        "delta_rule_tiles",
+        cases.TILES,
+        cases.make_tiles,
+        lambda case, impl: partial(pk.delta_rule_tiles, num_key_heads=case.heads[0], impl=impl),
+        lambda case: partial(delta_rule_tiles, num_key_heads=case.heads[0]),
         donated=(4,),
     ),
 )

@@ -406,3 +406,40 @@ def make_delta(case: DeltaCase, seed: int = 0):
     counts = (np.array(x, np.int32) for x in (case.new, case.kept))
     num_rows, num_kept = counts
     return qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept
+
+
+@dataclass(frozen=True, slots=True)
+class TilesCase:
+    """Rows of a prompt over a state."""
+
+    name: str
+    rows: int  # R
+    heads: tuple[int, int]  # key heads, value heads
+    dims: tuple[int, int]  # of a key, of a value
+    count: tuple[int, ...]  # rows of each sequence
+    dtype: str = "bf16"
+
+
+# Between them: a tile begun, whole and none; one head a key and several; both dtypes; a block of
+# columns narrower than a head.
+TILES = (
+    TilesCase("one_row", 1, (1, 1), (16, 16), (1,), dtype="f32"),
+    TilesCase("ragged", 40, (2, 4), (32, 32), (40, 0, 32, 19), dtype="f32"),
+    TilesCase("prompt", 100, (1, 3), (128, 128), (100,)),
+)
+
+
+def make_tiles(case: TilesCase, seed: int = 0):
+    """Return qkv, g, beta, num_rows, state; rows that do not exist are NaN."""
+    rng = np.random.default_rng(seed)
+    (key_heads, heads), (key_dim, value_dim) = case.heads, case.dims
+    shape = len(case.count), case.rows
+    width = 2 * key_heads * key_dim + heads * value_dim
+    qkv = rng.standard_normal((*shape, width)).astype(DTYPES[case.dtype])
+    g = -rng.uniform(0.01, 1.0, (*shape, heads)).astype(np.float32)
+    beta = rng.uniform(0.1, 0.9, g.shape).astype(np.float32)
+    state = rng.standard_normal((shape[0], heads, key_dim, value_dim)).astype(np.float32)
+    for x in (qkv, g, beta):
+        for b, count in enumerate(case.count):
+            x[b, count:] = np.nan
+    return qkv, g, beta, np.array(case.count, np.int32), state

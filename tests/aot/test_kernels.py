@@ -24,6 +24,7 @@ OPS = (
     "skinny_matmul",
     "skinny_matmul_swiglu",
     "gated_delta_rows",
+    "delta_rule_tiles",
 )
 
 pytestmark = [

@@ -27,8 +27,9 @@ from dflash_jax.params import DraftParams, MarkovParams, Params, RuleParams
 from dflash_jax.sampling import Purpose, SamplingOptions, mode_of, sampling_state
 from dflash_jax.scratch import init_scratch
 from dflash_jax.state import Status, init_buffers, init_state
-from dflash_jax.targets.gated_delta import causal_conv, chunked_delta_rule
+from dflash_jax.targets.gated_delta import causal_conv
 from dflash_jax.weights import load_drafter, load_target
+from pallas_kernels.delta_rule_tiles import chunked_delta_rule
 from tests.golden.nth_element import unsorted_top_k
 
 PAGE_SIZE = 8  # small, so that blocks and prompts straddle pages
