@@ -102,9 +102,8 @@ def operations(params: Any, tokens: int) -> float:
 
     config, draft = params.target.config, params.draft
     matrices = [x.size for x in jax.tree.leaves(params.target.layers) if x.ndim == 2]
-    matrices += [
-        getattr(draft, name).size for name in ("fc", "fused_kv", "kv") if hasattr(draft, name)
-    ]
+    context = [getattr(draft, name, None) for name in ("fc", "fused_kv", "kv")]
+    matrices += [x.size for x in jax.tree.leaves(context)]
     pairs = tokens * (tokens + 1) / 2  # of a row and a key that it sees
     attending = sum(layer.qkv is not None for layer in params.target.layers)
     seen = attending * 4 * config.num_heads * config.head_dim * pairs

@@ -3,9 +3,12 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+from dflash_jax.weight_layout import turn_weights
 from scripts import bench_prefill
+from scripts.random_pair import pair_configs, params_specs
 
 SMALL = ("--shapes", "tiny-hybrid", "--drafter", "none", "--tokens", "32", "--dtype", "float32")
 
@@ -30,6 +33,13 @@ def test_the_operations_of_the_rule_are_those_of_its_products():
     chunk = 2 * (2 * c * c * k + c * c * (k + v) / 2 + 2 * c * k * v + c * c * v + c * k * v)
     assert bench_prefill.rule_operations(gdn, 128) == 2 * 3 * chunk
     assert bench_prefill.rule_operations(None, 128) == 0
+
+
+@pytest.mark.parametrize("drafter", ["dflash2", "mtp", "none"])
+def test_turned_weights_do_as_many_operations(drafter):
+    specs = params_specs(*pair_configs("tiny-hybrid", drafter))
+    turned = jax.eval_shape(turn_weights, specs)
+    assert bench_prefill.operations(turned, 32) == bench_prefill.operations(specs, 32)
 
 
 def test_a_chunk_that_does_not_divide_the_prompt_is_refused(capsys):
