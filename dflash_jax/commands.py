@@ -172,6 +172,8 @@ def _generate(
     found, proofs = [], []
     # An oracle is made anew for every batch, since it knows that batch's text.
     size = fixed.batch if pair.draft is None else len(prompts)
+    if pair.draft is None and not args.draft_sampling and any(one.is_random for one in requests):
+        options = {**options, "draft_sampling": None}  # refused in a batch of greedy lines
     waited = 0.0
     for number, start in enumerate(range(0, len(prompts), size)):
         part = slice(start, start + size)

@@ -68,7 +68,8 @@ def options(args: argparse.Namespace) -> list[SamplingOptions]:
     asked, unused = [], dict(given)
     for request in args.requests:
         own = request.sampling
-        left_out = _OF_DRAWS if _takes_the_best(own) else ()
+        is_best = bool(request.where) and _takes_the_best({**given, **own})
+        left_out = _OF_DRAWS if is_best else ()
         shared = {name: x for name, x in given.items() if name not in own and name not in left_out}
         for name in shared:
             unused.pop(name, None)
@@ -97,11 +98,11 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _takes_the_best(own: Mapping[str, Any]) -> bool:
-    """Whether a line itself says a temperature that draws nothing."""
+def _takes_the_best(asked: Mapping[str, Any]) -> bool:
+    """Whether a line's temperature draws nothing."""
     from dflash_jax.sampling import GREEDY_BELOW
 
-    heat = own.get("temperature")
+    heat = asked.get("temperature", 0.0)
     return isinstance(heat, int | float) and heat < GREEDY_BELOW
 
 

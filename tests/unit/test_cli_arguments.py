@@ -1,6 +1,8 @@
 import pytest
 
-from dflash_jax.cli import main
+from dflash_jax.cli import build_parser, main
+from dflash_jax.prompts import read_jsonl
+from dflash_jax.sampling_arguments import options
 
 
 def lines(capsys):
@@ -96,6 +98,7 @@ def test_sampling_that_a_line_cannot_have_is_named_before_anything_is_loaded(
     [
         (["--seed", "3"], "line 2: sampling: top_p is 0.5, but temperature 0.0 always"),
         (["--temperature", "1", "--top-p", "0.9"], "--top-p is given, but no line of"),
+        (["--top-k", "5"], "line 2: sampling: top_p is 0.5, but temperature 0.0 always"),
     ],
 )
 def test_sampling_for_lines_that_cannot_take_it_is_refused(
@@ -107,6 +110,17 @@ def test_sampling_for_lines_that_cannot_take_it_is_refused(
     assert main(["decode", "--prompts", str(path), "--drafter", "none", *flags]) == 2
     (said,) = lines(capsys)
     assert message in said
+
+
+def test_a_line_that_draws_nothing_takes_no_seed_from_the_command_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "x"}\n{"prompt": "x", "temperature": 1}\n')
+    args = build_parser().parse_args(["decode", "--prompts", str(path), "--seed", "7"])
+    args.requests = read_jsonl(path)
+    assert [one.seed for one in options(args)] == [None, 7]
+    args.requests = args.requests[:1]
+    with pytest.raises(ValueError, match="--seed is given, but no line of .* draws nothing"):
+        options(args)
 
 
 def test_help_shows_defaults(capsys):

@@ -183,6 +183,15 @@ def test_an_oracles_later_batches_wait_for_the_earlier_ones(dflash, tmp_path):
     assert code == 0 and first[0] < queued[1] < first[1] < queued[2] < first[2]
 
 
+def test_an_oracles_batches_need_not_all_draw(dflash, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the end", "temperature": 1, "seed": 3}\n{"prompt": "the end"}\n')
+    arguments = decode_arguments("--prompts", str(path), "--json", drafter="oracle")
+    code, out, err = dflash("decode", *arguments, "--no-draft-sampling")
+    assert code == 0, err
+    assert [len(one["ids"]) for one in json.loads(out[-1])["answers"]] == [BUDGET, BUDGET]
+
+
 def test_eos_ids_replace_the_models_and_ignoring_them_goes_on(dflash, pair, expected):
     stop = expected.ids[4]
     given = ("the end", "--drafter", "prompt_lookup", "--max-new-tokens", str(BUDGET), "--json")
