@@ -67,6 +67,7 @@ def remove_torn(where: Path) -> list[str]:
         return []
     now, stamp = time.time(), where / _LOOKED_THROUGH
     since = stamp.stat().st_mtime if stamp.exists() else 0.0
+    since = since if since <= now else 0.0  # the clock was ahead then, so its time says nothing
     torn = []
     try:
         for path in where.glob(_PROGRAM):

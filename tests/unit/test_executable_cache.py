@@ -94,6 +94,14 @@ def test_only_what_was_written_since_the_last_look_is_read(tmp_path, monkeypatch
     assert executable_cache.remove_torn(tmp_path / "none") == []
 
 
+def test_a_last_look_in_the_future_does_not_count(tmp_path):
+    assert executable_cache.remove_torn(tmp_path) == []
+    (stamp,) = tmp_path.iterdir()
+    os.utime(stamp, (2**32, 2**32))
+    (tmp_path / "jit_a-1-cache").write_bytes(b"")
+    assert executable_cache.remove_torn(tmp_path) == ["jit_a-1-cache"]
+
+
 def test_a_folder_that_does_not_exist_is_empty(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "none"))
     assert cli.main(["cache", "--clear"]) == 0
