@@ -146,6 +146,8 @@ def evaluate(args: argparse.Namespace) -> int:
         "records": records,
         "max_new_tokens": args.max_new_tokens,
         "batch": args.batch,
+        "draft_sampling": args.draft_sampling,  # None: what suits each
+        "seed": args.seed if any(args.temperatures) else None,
         "dtype": str(target.embed.dtype),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

@@ -42,6 +42,7 @@ def test_the_acceptance_of_a_text_that_repeats_itself(tmp_path, pair, capsys):
     # The first token of an answer comes from its prefill, and ours says 0 as well.
     assert report["tau"] == {"none/mt_bench": 1.0, "ours/mt_bench": pytest.approx(47 / 6, abs=1e-4)}
     assert report["dtype"] == "float32" and report["max_new_tokens"] == 48
+    assert report["draft_sampling"] is None is report["seed"]
     assert "tokens a cycle" in text
 
 
