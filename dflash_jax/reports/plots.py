@@ -57,7 +57,7 @@ def _figure_class():
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "Stats.plot: matplotlib is not installed; pip install 'dflash-jax[notebooks]'"
+            "Stats.plot: matplotlib is not installed; it is in the extra 'notebooks'"
         ) from error
 
     class Drawn(Figure):
