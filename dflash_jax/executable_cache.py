@@ -8,6 +8,7 @@ then still gets the matrix products that it had.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -63,21 +64,20 @@ def remove_torn(where: Path) -> list[str]:
     JAX then warns of it at each start, compiles anew, and keeps the part. Only what was written
     since the last look is read.
     """
-    if not where.is_dir():
+    if not (where.is_dir() and os.access(where, os.W_OK)):  # nothing there can be removed
         return []
     now, stamp = time.time(), where / _LOOKED_THROUGH
     since = stamp.stat().st_mtime if stamp.exists() else 0.0
     since = since if since <= now else 0.0  # the clock was ahead then, so its time says nothing
     torn = []
-    try:
-        for path in where.glob(_PROGRAM):
+    for path in where.glob(_PROGRAM):
+        with contextlib.suppress(OSError):  # another process removed it, or it cannot be read
             if path.stat().st_mtime >= since and not _is_whole(path):
                 path.unlink()
                 torn.append(path.name)
+    with contextlib.suppress(OSError):
         stamp.touch()
         os.utime(stamp, (now, now))
-    except OSError:  # another process removed one, or the folder is not ours to write
-        pass
     return torn
 
 

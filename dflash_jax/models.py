@@ -17,7 +17,7 @@ from dflash_jax.params import DrafterParams, Params, TargetParams
 from dflash_jax.prompts import Request, UsageError
 from dflash_jax.reports.progress import bar
 from dflash_jax.tokenizer import Tokenizer, eos_ids
-from dflash_jax.weight_layout import suits, turn_weights
+from dflash_jax.weight_layout import laid_out
 from dflash_jax.weights import (
     DEFAULT_TARGET,
     load_drafter,
@@ -143,11 +143,9 @@ def load(args: argparse.Namespace) -> Models:
     draft = choice.load(target)
     if args.min_confidence is not None:
         draft = _with_threshold(draft, args.min_confidence)
-    if suits(args.impl):
-        target, draft = turn_weights((target, draft))
     return Models(
-        target=target,
-        draft=draft,
+        target=laid_out(target, args.impl),
+        draft=None if draft is None else laid_out(draft, args.impl),
         choice=choice,
         tokenizer=tokenizer,
         stop_ids=() if args.ignore_eos else stops,

@@ -36,13 +36,22 @@ def turn_weights(params: _Params) -> _Params:
     Args:
       params: `Params`, or a target's or a drafter's alone; of arrays, or of their shapes under
         `jax.eval_shape`.
+
+    Raises:
+      TypeError: something that is none of these.
     """
+    if not isinstance(params, struct.PyTreeNode):
+        raise TypeError(
+            f"turn_weights: params is a {type(params).__name__}, wanted Params, or a target's or a "
+            "drafter's"
+        )
     return _visit(params, {})
 
 
-def suits(impl: str) -> bool:
-    """Whether a decode by `impl` on this process's device gains by it."""
-    return jax.default_backend() == "gpu" and impl in ("auto", "xla")
+def laid_out(params: _Params, impl: str) -> _Params:
+    """Weights as a decode by `impl` on this process's device takes them; may give up `params`."""
+    gains = jax.default_backend() == "gpu" and impl in ("auto", "xla")
+    return turn_weights(params) if gains else params
 
 
 def _visit(node: Any, turned: dict[int, ByInput]) -> Any:

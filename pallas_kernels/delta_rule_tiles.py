@@ -33,19 +33,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._launch import (
-    check_dtype,
-    check_float,
-    check_rank,
-    check_shape,
-    dispatch,
-    show,
+from pallas_kernels._delta_rule import (
+    NORM_EPS,
+    check_rows,
+    inverse_length,
+    split_heads,
+    unserved_dims,
 )
+from pallas_kernels._launch import check_shape, dispatch
 
 CHUNK = 64  # rows of XLA's form, whose products are the larger the better
 TILE = 16  # rows of the kernel; the smallest side of a product of tensor cores
-NORM_EPS = 1e-6  # beside the sum of squares, inside the root
-_DIMS = (16, 32, 64, 128, 256)  # powers of two that a tile of registers holds
 _EXACT = lax.Precision.HIGHEST  # of f32 products, which a GPU would else round to TF32
 
 
@@ -91,17 +89,10 @@ def delta_rule_tiles(
       NaN of itself and of those behind it, in XLA's form of its whole chunk.
     """
     op = "delta_rule_tiles"
-    _check_operands(op, qkv, g, beta, num_rows, state, num_key_heads)
+    check_rows(op, qkv, g, beta, num_rows, state, num_key_heads)
+    check_shape(op, "state", state, (jnp.shape(qkv)[0], *jnp.shape(state)[1:]))
     key_dim, value_dim = state.shape[2:]
     config = config or DeltaRuleTilesConfig()
-    unserved = None
-    if key_dim not in _DIMS or value_dim not in _DIMS:
-        unserved = f"has a kernel for dims of {_DIMS}, not {key_dim} x {value_dim}"
-    elif config.block_v < TILE or value_dim % min(config.block_v, value_dim):
-        raise ValueError(
-            f"{op}: block_v is {config.block_v}, wanted a divisor of {value_dim} value dims from "
-            f"{TILE}"
-        )
     return dispatch(
         op,
         impl,
@@ -112,7 +103,7 @@ def delta_rule_tiles(
         beta,
         num_rows,
         state,
-        unserved=unserved,
+        unserved=unserved_dims(op, config.block_v, key_dim, value_dim, least=TILE),
         num_key_heads=num_key_heads,
         config=config,
     )
@@ -255,8 +246,8 @@ def _tiles_kernel(
         q_of_k = _product(q_parts, _transposed(k_parts))
         q_of_q = _product(q_parts, _transposed(q_parts))
         own = lambda x, axis: jnp.sum(jnp.where(row == other, x, 0.0), axis=axis)
-        inverse_length = lambda x: lax.rsqrt(x + NORM_EPS)
-        q_scale = inverse_length(own(q_of_q, 1)) * key_dim**-0.5
+        over_length = lambda square: lax.rsqrt(square + NORM_EPS)
+        q_scale = over_length(own(q_of_q, 1)) * key_dim**-0.5
 
         # What a row that is not finite leaves in products with rows in front of it is cut out: in
         # products of rows with rows that is its row and its column.
@@ -264,7 +255,7 @@ def _tiles_kernel(
             """By the axis that is left of two: who is fine, and length, g, beta of those."""
             square = own(k_of_k, axis)
             is_fine = jnp.abs(square + g + beta) < jnp.inf
-            return is_fine, *(jnp.where(is_fine, x, 0.0) for x in (inverse_length(square), g, beta))
+            return is_fine, *(jnp.where(is_fine, x, 0.0) for x in (over_length(square), g, beta))
 
         fine, k_scale, g_i, beta_i = finite(1)
         fine_j, k_scale_j, g_j, beta_j = (x[None, :] for x in finite(0))
@@ -361,19 +352,11 @@ def delta_rule_tiles_xla(
     """`delta_rule_tiles` in chunks of 64."""
     del config  # tiles of the kernel
     heads, key_dim, value_dim = state.shape[1:]
-    key_width = num_key_heads * key_dim
-    shape, mixed = qkv.shape[:2], qkv.astype(jnp.float32)
-
-    def of_values(x):
-        """Of length one, repeated for the value heads."""
-        x = x.reshape(*shape, num_key_heads, key_dim)
-        x = x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
-        return jnp.repeat(x, heads // num_key_heads, axis=2)
-
-    q, k = of_values(mixed[..., :key_width]), of_values(mixed[..., key_width : 2 * key_width])
-    v = mixed[..., 2 * key_width :].reshape(*shape, heads, value_dim)
-    is_row = jnp.arange(shape[1], dtype=jnp.int32)[None] < num_rows[:, None]
-    return chunked_delta_rule(q * key_dim**-0.5, k, v, g, beta, state, is_row)
+    mixed = qkv.astype(jnp.float32)
+    q, k, v = split_heads(mixed, num_key_heads, heads, key_dim, value_dim)
+    q, k = q * (inverse_length(q) * key_dim**-0.5), k * inverse_length(k)
+    is_row = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None] < num_rows[:, None]
+    return chunked_delta_rule(q, k, v, g, beta, state, is_row)
 
 
 def chunked_delta_rule(
@@ -452,28 +435,3 @@ def _chunk(
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=_EXACT, preferred_element_type=jnp.float32)
-
-
-def _check_operands(op, qkv, g, beta, num_rows, state, key_heads):
-    """Check operands against each other."""
-    batch, rows, width = check_rank(op, "qkv", qkv, "B R C")
-    heads, key_dim, value_dim = check_rank(op, "state", state, "B Hv Dk Dv")[1:]
-    check_shape(op, "state", state, (batch, heads, key_dim, value_dim))
-    if key_heads < 1 or heads % key_heads:
-        raise ValueError(
-            f"{op}: state {show(state)} has {heads} value heads, not a multiple of {key_heads} "
-            "key heads"
-        )
-    wanted = 2 * key_heads * key_dim + heads * value_dim
-    if width != wanted:
-        raise ValueError(
-            f"{op}: qkv is {show(qkv)}, wanted {wanted} channels for {key_heads} key heads and "
-            f"state {show(state)}"
-        )
-    for name, x in (("g", g), ("beta", beta)):
-        check_shape(op, name, x, (batch, rows, heads))
-    check_shape(op, "num_rows", num_rows, (batch,))
-    check_dtype(op, "num_rows", num_rows, jnp.int32)
-    check_float(op, qkv=qkv)
-    for name, x in (("g", g), ("beta", beta), ("state", state)):
-        check_dtype(op, name, x, jnp.float32)

@@ -37,17 +37,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._launch import (
-    check_dtype,
-    check_float,
-    check_rank,
-    check_shape,
-    dispatch,
-    show,
+from pallas_kernels._delta_rule import (
+    NORM_EPS,
+    check_rows,
+    inverse_length,
+    split_heads,
+    unserved_dims,
 )
-
-NORM_EPS = 1e-6  # beside the sum of squares, inside the root
-_DIMS = (16, 32, 64, 128, 256)  # powers of two that a tile of registers holds
+from pallas_kernels._launch import check_dtype, check_rank, check_shape, dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +107,6 @@ def gated_delta_rows(
     key_dim, value_dim = state.shape[2:]
     if config is None:  # 128 values of the state a thread would leave no registers for a row
         config = GatedDeltaRowsConfig(block_v=16 if key_dim <= 128 else 8)
-    unserved = None
-    if key_dim not in _DIMS or value_dim not in _DIMS:
-        unserved = f"has a kernel for dims of {_DIMS}, not {key_dim} x {value_dim}"
-    elif value_dim % min(config.block_v, value_dim):
-        raise ValueError(
-            f"{op}: block_v is {config.block_v}, wanted a divisor of {value_dim} value dims"
-        )
     return dispatch(
         op,
         impl,
@@ -132,7 +122,7 @@ def gated_delta_rows(
         past_g,
         past_beta,
         num_kept,
-        unserved=unserved,
+        unserved=unserved_dims(op, config.block_v, key_dim, value_dim),
         num_key_heads=num_key_heads,
         config=config,
     )
@@ -304,7 +294,7 @@ def gated_delta_rows_xla(
         running, folded, out = carry
         index = jnp.minimum(jnp.where(i < kept, i, most + i - kept), most + rows - 1)
         mixed = rows_qkv[sequence, index].astype(jnp.float32)  # [B, C]
-        row = _split_heads(mixed, num_key_heads, heads, key_dim, value_dim)
+        row = split_heads(mixed, num_key_heads, heads, key_dim, value_dim)
         decay = jnp.exp(rows_g[sequence, index])  # [B, Hv]
         updated, o = _advance(running, *row, decay, rows_beta[sequence, index])
         is_row = (i < total)[:, None, None, None]
@@ -322,62 +312,29 @@ def gated_delta_rows_xla(
     return out, state.at[target].set(folded, mode="drop", unique_indices=True)
 
 
-def _split_heads(mixed, key_heads, heads, key_dim, value_dim):
-    """q, k [B, Hv, Dk] repeated for their value heads, and v [B, Hv, Dv]."""
-    batch, width = mixed.shape[0], key_heads * key_dim
-
-    def of_values(x):
-        x = x.reshape(batch, key_heads, 1, key_dim)
-        wide = jnp.broadcast_to(x, (batch, key_heads, heads // key_heads, key_dim))
-        return wide.reshape(batch, heads, key_dim)
-
-    q, k = of_values(mixed[:, :width]), of_values(mixed[:, width : 2 * width])
-    return q, k, mixed[:, 2 * width :].reshape(batch, heads, value_dim)
-
-
 def _advance(state, q, k, v, decay, beta):
     """One row: the state [B, Hv, Dk, Dv] after it, and its output [B, Hv, Dv]."""
-    q = q * (_inverse_length(q) * q.shape[-1] ** -0.5)
-    k = (k * _inverse_length(k))[..., None]  # [B, Hv, Dk, 1]
+    q = q * (inverse_length(q) * q.shape[-1] ** -0.5)
+    k = (k * inverse_length(k))[..., None]  # [B, Hv, Dk, 1]
     state = decay[:, :, None, None] * state
     error = beta[:, :, None] * (v - jnp.sum(k * state, axis=2))
     state = state + k * error[:, :, None, :]
     return state, jnp.sum(q[..., None] * state, axis=2)
 
 
-def _inverse_length(x):
-    return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
-
-
 def _check_operands(
     op, qkv, g, beta, num_rows, state, slots, past_kv, past_g, past_beta, num_kept, key_heads
 ):
     """Check operands against each other."""
-    batch, rows, width = check_rank(op, "qkv", qkv, "B R C")
-    num_slots, heads, key_dim, value_dim = check_rank(op, "state", state, "S Hv Dk Dv")
+    check_rows(op, qkv, g, beta, num_rows, state, key_heads)
+    batch, _, width = jnp.shape(qkv)
+    num_slots, heads, key_dim, _ = jnp.shape(state)
     most = check_rank(op, "past_kv", past_kv, "S A C")[1]
-    if key_heads < 1 or heads % key_heads:
-        raise ValueError(
-            f"{op}: state {show(state)} has {heads} value heads, not a multiple of {key_heads} "
-            "key heads"
-        )
-    key_width = key_heads * key_dim
-    wanted = 2 * key_width + heads * value_dim
-    if width != wanted:
-        raise ValueError(
-            f"{op}: qkv is {show(qkv)}, wanted {wanted} channels for {key_heads} key heads and "
-            f"state {show(state)}"
-        )
-    check_shape(op, "past_kv", past_kv, (num_slots, most, wanted - key_width))
-    for name, x in (("g", g), ("beta", beta)):
-        check_shape(op, name, x, (batch, rows, heads))
+    check_shape(op, "past_kv", past_kv, (num_slots, most, width - key_heads * key_dim))
+    check_dtype(op, "past_kv", past_kv, jnp.result_type(qkv))
     for name, x in (("past_g", past_g), ("past_beta", past_beta)):
         check_shape(op, name, x, (num_slots, most, heads))
-    for name, x in (("num_rows", num_rows), ("slots", slots), ("num_kept", num_kept)):
+        check_dtype(op, name, x, jnp.float32)
+    for name, x in (("slots", slots), ("num_kept", num_kept)):
         check_shape(op, name, x, (batch,))
         check_dtype(op, name, x, jnp.int32)
-    check_float(op, qkv=qkv)
-    check_dtype(op, "past_kv", past_kv, jnp.result_type(qkv))
-    gates = {"g": g, "beta": beta, "past_g": past_g, "past_beta": past_beta}
-    for name, x in {"state": state, **gates}.items():
-        check_dtype(op, name, x, jnp.float32)

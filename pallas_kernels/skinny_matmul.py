@@ -46,6 +46,8 @@ from pallas_kernels._skinny_tiles import (
     tiles_for,
 )
 
+_TURNED = "has no kernel for a weight [in, out], only for [out, in]"
+
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
@@ -312,24 +314,20 @@ def skinny_matmul(
                 f"{op}: residual is {jnp.result_type(residual).name} and out_dtype "
                 f"{out_dtype.name}, wanted both {dtype.name} as x"
             )
-    if by_input:
-        twin = partial(skinny_matmul_xla, by_input=True)
-        return _by_xla(op, impl, twin, x, w, norm, residual, eps=eps, out_dtype=out_dtype)
-    inner = jnp.shape(w)[1]
+    inner = jnp.shape(x)[1]
     config = _check_config(op, config) or tiles_for(inner, out, dtype.itemsize)
+    unserved = _TURNED if by_input else None
     if impl == "triton":
+        if unserved:
+            raise NotImplementedError(
+                f"{op}: impl='triton' {unserved}, supported are 'auto' and 'xla'"
+            )
         return _by_triton(op, x, w, norm, residual, eps=eps, out_dtype=out_dtype, config=config)
     kernel = None if impl == "auto" else partial(skinny_matmul_pallas, config=config)
-    arrays = (x, w, norm, residual)
-    return dispatch(op, impl, kernel, skinny_matmul_xla, *arrays, eps=eps, out_dtype=out_dtype)
-
-
-def _by_xla(op: str, impl: str, twin, *arrays, **static) -> jax.Array:
-    """Run XLA's product over a weight `[in, out]`; whoever asks for a kernel is told."""
-    unserved = "has no kernel for a weight [in, out], only for [out, in]"
-    if impl == "triton":
-        raise NotImplementedError(f"{op}: impl={impl!r} {unserved}, supported are 'auto' and 'xla'")
-    return dispatch(op, impl, None, twin, *arrays, unserved=unserved, **static)
+    return dispatch(
+        op, impl, kernel, partial(skinny_matmul_xla, by_input=by_input), x, w, norm, residual,
+        unserved=unserved, eps=eps, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def skinny_matmul_swiglu(
@@ -365,13 +363,12 @@ def skinny_matmul_swiglu(
         raise ValueError(
             f"{op}: w_gate_up has {out} {which}, wanted gate and up, so an even number"
         )
-    if by_input:
-        twin = partial(skinny_matmul_swiglu_xla, by_input=True)
-        return _by_xla(op, impl, twin, x, w_gate_up, norm, eps=eps)
-    inner = jnp.shape(w_gate_up)[1]
+    inner = jnp.shape(x)[1]
     config = _check_config(op, config) or tiles_for(inner, out, jnp.result_type(x).itemsize)
     kernel = None if impl == "auto" else partial(skinny_matmul_swiglu_pallas, config=config)
-    return dispatch(op, impl, kernel, skinny_matmul_swiglu_xla, x, w_gate_up, norm, eps=eps)
+    twin = partial(skinny_matmul_swiglu_xla, by_input=by_input)
+    unserved = _TURNED if by_input else None
+    return dispatch(op, impl, kernel, twin, x, w_gate_up, norm, unserved=unserved, eps=eps)
 
 
 def skinny_matmul_xla(

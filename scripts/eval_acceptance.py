@@ -179,18 +179,17 @@ def measure(
     from dflash_jax.engine import Generation, generate, summary
     from dflash_jax.params import Params
     from dflash_jax.sampling import SamplingOptions
-    from dflash_jax.weight_layout import suits, turn_weights
+    from dflash_jax.weight_layout import laid_out
     from dflash_jax.weights import load_drafter
 
     rules = {"none": no_drafter, "prompt_lookup": prompt_lookup_drafter}
     first: dict[str, list[Generation]] = {}
     records: list[dict[str, Any]] = []
     runs = [(name, float(heat)) for name in prompts for heat in args.temperatures]
-    if suits("auto"):
-        target = turn_weights(target)
+    target = laid_out(target, "auto")
     for name, where in args.drafters:
         draft = rules[where]() if where in rules else load_drafter(where, target)
-        draft = turn_weights(draft) if suits("auto") else draft
+        draft = laid_out(draft, "auto")
         for set_name, heat in runs:
             ids, start = prompts[set_name], time.perf_counter()
             asked = SamplingOptions(temperature=heat, seed=args.seed) if heat else None

@@ -28,7 +28,7 @@ from dflash_jax.params import (
     SelectorParams,
     TargetParams,
 )
-from dflash_jax.weight_layout import suits, turn_weights
+from dflash_jax.weight_layout import laid_out
 
 WEIGHT_SCALE = 0.02
 
@@ -333,7 +333,7 @@ def random_params(
 ) -> Params:
     """Random weights of a pair, laid out as a decode by `impl` on this device takes them."""
     specs = params_specs(target, draft, dtype)
-    return materialise(jax.eval_shape(turn_weights, specs) if suits(impl) else specs)
+    return materialise(jax.eval_shape(partial(laid_out, impl=impl), specs))
 
 
 def state_bytes(buffers: Any) -> int:

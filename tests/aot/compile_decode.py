@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     mode = SamplingMode(**dict.fromkeys(SamplingMode.__slots__, True)) if args.sampling else None
     params, carried = params_specs(target, draft), carriers(draft, fixed, mode)
-    if args.impl != "pallas":  # as `weight_layout.suits` says on the device
+    if args.impl != "pallas":  # as `weight_layout.laid_out` has it on the device
         params = jax.eval_shape(turn_weights, params)
     widths = tuple(args.verify_widths)
     options = DecodeOptions(impl=args.impl, sampling=mode, verify_widths=widths)

@@ -102,6 +102,14 @@ def test_a_last_look_in_the_future_does_not_count(tmp_path):
     assert executable_cache.remove_torn(tmp_path) == ["jit_a-1-cache"]
 
 
+def test_an_entry_that_cannot_be_read_does_not_end_the_look(tmp_path):
+    (tmp_path / "jit_a-1-cache").symlink_to(tmp_path / "gone")
+    for name in ("jit_b-2-cache", "jit_c-3-cache"):
+        (tmp_path / name).write_bytes(b"")
+    assert sorted(executable_cache.remove_torn(tmp_path)) == ["jit_b-2-cache", "jit_c-3-cache"]
+    assert (tmp_path / executable_cache._LOOKED_THROUGH).exists()
+
+
 def test_a_folder_that_does_not_exist_is_empty(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "none"))
     assert cli.main(["cache", "--clear"]) == 0

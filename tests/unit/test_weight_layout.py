@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import generate, turn_weights
+from dflash_jax import generate, models, turn_weights
+from dflash_jax.cli import build_parser
 from dflash_jax.export import drafter_tensors
 from dflash_jax.layers import linear, swiglu
 from dflash_jax.params import ByInput, DraftParams
+from dflash_jax.prompts import Request
+from scripts.make_tiny import write_tiny_pair
 from tests import kit
 
 
@@ -55,11 +58,36 @@ def test_shapes_alone_can_be_turned():
     assert not layer.down.is_deleted()
 
 
+@pytest.mark.parametrize(
+    ("backend", "impl", "is_turned"),
+    [("gpu", "auto", True), ("gpu", "xla", True), ("gpu", "pallas", False), ("cpu", "auto", False)],
+)
+def test_the_command_line_turns_what_it_loads_where_that_pays(
+    tmp_path, monkeypatch, backend, impl, is_turned
+):
+    at = write_tiny_pair(tmp_path)
+    argv = ["decode", "--target", str(at.target), "--drafter", str(at.drafter), "--impl", impl]
+    args = build_parser().parse_args([*argv, "--prompt-ids", "1,2", "--dtype", "float32"])
+    args.requests = [Request(ids=args.prompt_ids)]
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    pair = models.load(args).pair()
+    assert isinstance(pair.draft, DraftParams)
+    matrices = pair.target.layers[0].qkv, pair.draft.layers[0].down, pair.draft.fc
+    assert [isinstance(x, ByInput) for x in matrices] == [is_turned] * 3
+
+
+def test_what_is_no_weights_is_refused():
+    with pytest.raises(TypeError, match="params is a dict, wanted Params"):
+        turn_weights({"qkv": np.zeros((2, 2))})
+
+
 def test_turned_weights_have_no_kernel_and_no_export():
     turned = turn_weights(copy_of(kit.pair().params))
     layer, rows = turned.target.layers[0], jnp.zeros((2, turned.target.config.width))
     for call, weight in ((linear, layer.qkv), (swiglu, layer.gate_up)):
         with pytest.raises(NotImplementedError, match=r"no kernel for a weight \[in, out\]"):
             call(rows, weight, impl="interpret")
+    with pytest.raises(NotImplementedError, match="'triton' has no kernel for a weight"):
+        linear(rows, layer.qkv, impl="triton")
     with pytest.raises(ValueError, match="the dflash2 drafter's weights are turned"):
         drafter_tensors(turned.draft)
