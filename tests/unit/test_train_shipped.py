@@ -149,7 +149,8 @@ def test_drafters_are_in_the_order_that_the_documentation_gives(name):
     }
     greedy = [tau[kind, 0] for kind in ("none", "prompt_lookup", "dflash", "dspark", "dflash2")]
     assert greedy == sorted(set(greedy)) and greedy[0] == 1.0
-    assert tau["mtp", 0] < tau["dflash2", 0] and tau["dflash2", 0] >= 2.5
+    assert tau["mtp", 0] < tau["dflash2", 0]
+    assert tau["dflash2", 0] >= (2.5 if name == "mt_bench" else 3.0)
     sampled = [tau[kind, 1] for kind in ("none", "prompt_lookup", "dflash", "dflash2", "dspark")]
     assert sampled == sorted(set(sampled)) and sampled[0] == 1.0
     assert tau["prompt_lookup", 1] < tau["mtp", 1] < tau["dflash2", 1]
